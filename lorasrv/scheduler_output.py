@@ -183,7 +183,7 @@ NO_DRAFTS = PlannedDrafts()
 
 @record
 class ScheduledRequest:
-    """Describe one request's share of a step."""
+    """Describe what a step computes of one request."""
 
     request_id: RequestId
     # Tokens to compute, the draft tokens and then the probes last; the last known one may be `PENDING`.
@@ -227,7 +227,7 @@ class ScheduledRequest:
     def of(
         cls, request: Request, count: int, page_table: Sequence[int], drafts: PlannedDrafts = NO_DRAFTS
     ) -> "ScheduledRequest":
-        """Return the share of the next `count` tokens of a request, with draft tokens behind them."""
+        """Return what a step computes for the next `count` tokens of a request, with draft tokens behind them."""
         start, history, sampling = request.num_scheduled_tokens, request.token_ids, request.sampling
         message, expected = request.message, request.num_expected_tokens
         tokens = tuple(history[start : start + count])
@@ -303,7 +303,7 @@ class ScheduledRequest:
         return 1 + self.num_guessed_tokens if self.samples else 0
 
     def without_drafts(self) -> "ScheduledRequest":
-        """Return the share with its known tokens only."""
+        """Return the request with its known tokens only."""
         return replace(self, token_ids=self.token_ids[: self.num_known_tokens], drafts=NO_DRAFTS)
 
     def moves_along(self, path: Sequence[int]) -> SlotMoves:
@@ -324,7 +324,7 @@ class ScheduledRequest:
         return tuple(self.history[first : first + len(self.prompt_rows)])
 
     def cut(self, count: int) -> "tuple[ScheduledRequest, ScheduledRequest]":
-        """Split a share without drafts into its first `count` tokens, which sample nothing, and the rest; to be
+        """Split a request without drafts into its first `count` tokens, which sample nothing, and the rest; to be
         computed in this order."""
         assert not self.num_guessed_tokens, f"the drafts of {self.request_id} would be cut off from its last token"
         asked, behind = self.prompt_rows, len(self.token_ids) - count
@@ -373,7 +373,7 @@ def children(token_ids: Sequence[int], parents: Sequence[int]) -> dict[tuple[int
 class SchedulerOutput:
     """Describe a whole step."""
 
-    scheduled: tuple[ScheduledRequest, ...]
+    requests: tuple[ScheduledRequest, ...]
     placements: Mapping[AdapterKey, PlacedAdapter]
     # Done in order, before the loader gets its orders and before anything is computed: an order may fill pages that
     # they free.
@@ -393,36 +393,38 @@ class SchedulerOutput:
 
     def __post_init__(self) -> None:
         num_tokens = num_guessed = 0
-        for share in self.scheduled:
-            num_tokens += len(share.token_ids)
-            num_guessed += share.num_guessed_tokens
+        for scheduled in self.requests:
+            num_tokens += len(scheduled.token_ids)
+            num_guessed += scheduled.num_guessed_tokens
         self.num_tokens, self.num_guessed_tokens = num_tokens, num_guessed  # type: ignore[misc]
 
     def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
         """Return the step with these tokens in place of pending ones; any token for requests that have none, as they
         have finished.
         """
-        if not any(share.is_pending for share in self.scheduled):
+        if not any(s.is_pending for s in self.requests):
             return self
         return self.only(
             [
-                replace(share, token_ids=(tokens.get(share.request_id, 0),)) if share.is_pending else share
-                for share in self.scheduled
+                replace(scheduled, token_ids=(tokens.get(scheduled.request_id, 0),))
+                if scheduled.is_pending
+                else scheduled
+                for scheduled in self.requests
             ]
         )
 
     @property
     def has_drafts(self) -> bool:
         """Return whether drafts are verified or asked for."""
-        return any(share.drafts is not NO_DRAFTS for share in self.scheduled)
+        return any(s.drafts is not NO_DRAFTS for s in self.requests)
 
     def without_drafts(self) -> "SchedulerOutput":
         """Return the step without its drafts."""
-        return self.only([share.without_drafts() for share in self.scheduled])
+        return self.only([s.without_drafts() for s in self.requests])
 
-    def only(self, shares: Sequence[ScheduledRequest]) -> "SchedulerOutput":
-        """Return the step with these shares and without page operations and orders, which the whole step has."""
-        return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders(), snapshots=NO_SNAPSHOTS)
+    def only(self, requests: Sequence[ScheduledRequest]) -> "SchedulerOutput":
+        """Return the step with these requests and without page operations and orders, which the whole step has."""
+        return replace(self, requests=tuple(requests), page_ops=(), orders=AdapterOrders(), snapshots=NO_SNAPSHOTS)
 
 
 @dataclass(frozen=True, slots=True)

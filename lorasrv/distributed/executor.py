@@ -71,7 +71,7 @@ class PartitionedExecutor(InProcessExecutor):
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         step = handle.step
-        if not step.scheduled:
+        if not step.requests:
             return self.runner.run(step)
         own = self._own(step)
         frame = encode_step(step, self._numbers.of)

@@ -42,34 +42,40 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
     Args:
         number_of: gives layouts the numbers by which the ranks know them.
     """
-    shares = sorted(step.scheduled, key=lambda share: share.adapter_key or "")
-    keys = sorted({key for share in shares for key, _ in share.terms})
+    requests = sorted(step.requests, key=lambda scheduled: scheduled.adapter_key or "")
+    keys = sorted({key for s in requests for key, _ in s.terms})
     index = {key: i for i, key in enumerate(keys)}
     placed = [step.placements[key] for key in keys]
     facts = [
         (
-            *(len(share.token_ids), len(share.page_table), share.start, len(share.terms), share.samples),
-            *(share.prompt_rows.start, share.prompt_rows.stop),
-            *(len(share.drafts.token_ids), len(share.drafts.parents), len(share.drafts.probes.token_ids)),
+            *(
+                len(scheduled.token_ids),
+                len(scheduled.page_table),
+                scheduled.start,
+                len(scheduled.terms),
+                scheduled.samples,
+            ),
+            *(scheduled.prompt_rows.start, scheduled.prompt_rows.stop),
+            *(len(scheduled.drafts.token_ids), len(scheduled.drafts.parents), len(scheduled.drafts.probes.token_ids)),
         )
-        for share in shares
+        for scheduled in requests
     ]
-    parents = [parent for s in shares for parent in (*s.drafts.parents, *s.drafts.probes.parents)]
+    parents = [parent for s in requests for parent in (*s.drafts.parents, *s.drafts.probes.parents)]
     arrays = (
-        np.array(facts, dtype=np.int64).reshape(len(shares), -1),
-        np.array([token for share in shares for token in share.token_ids], dtype=np.int64),
-        np.concatenate([np.zeros(0, dtype=np.int32), *(np.array(s.page_table, dtype=np.int32) for s in shares)]),
+        np.array(facts, dtype=np.int64).reshape(len(requests), -1),
+        np.array([token for s in requests for token in s.token_ids], dtype=np.int64),
+        np.concatenate([np.zeros(0, dtype=np.int32), *(np.array(s.page_table, dtype=np.int32) for s in requests)]),
         np.array(parents, dtype=np.int32),
         np.array([(number_of(place.layout), len(place.runs)) for place in placed], dtype=np.int64).reshape(-1, 2),
         np.array([run for place in placed for run in place.runs], dtype=np.int64).reshape(-1, 2),
-        np.array([index[key] for share in shares for key, _ in share.terms], dtype=np.int64),
-        np.array([weight for share in shares for _, weight in share.terms], dtype=np.float64),
+        np.array([index[key] for s in requests for key, _ in s.terms], dtype=np.int64),
+        np.array([weight for s in requests for _, weight in s.terms], dtype=np.float64),
     )
     return Frame(STEP, {}, arrays)
 
 
 def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
-    """Return a step with what a forward pass needs; keys of adapters and of shares sort as those of rank 0."""
+    """Return a step with what a forward pass needs; keys of adapters and of requests sort as those of rank 0."""
     facts, tokens, pages, parents, adapters, runs, owners, weights = frame.arrays
     keys = [AdapterKey(f"{i:08}") for i in range(len(adapters))]
     of_adapters = _split(runs, adapters[:, 1].tolist())
@@ -80,7 +86,7 @@ def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
     lengths = facts.T.tolist()
     terms = [(keys[owner], weight) for owner, weight in zip(owners.tolist(), weights.tolist(), strict=True)]
     num_parents = [own + probes for own, probes in zip(lengths[8], lengths[9], strict=True)]
-    shares = [
+    requests = [
         _share(number, known, own_tokens.tolist(), own_pages.tolist(), own_parents.tolist(), tuple(own_terms))
         for number, known, own_tokens, own_pages, own_parents, own_terms in zip(
             range(len(facts)),
@@ -92,7 +98,7 @@ def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
             strict=True,
         )
     ]
-    return SchedulerOutput(tuple(shares), placements, (), AdapterOrders(), 0)
+    return SchedulerOutput(tuple(requests), placements, (), AdapterOrders(), 0)
 
 
 def _share(

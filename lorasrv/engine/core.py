@@ -238,17 +238,17 @@ class EngineCore:
                 return self._faults.on_schedule_error(error)
             self._faults.on_scheduled()
         settling_s = self._settle(step)
-        has_tokens = bool(step.scheduled)  # it may lose them: their pages could not be swapped
+        has_tokens = bool(step.requests)  # it may lose them: their pages could not be swapped
         with self.profile.span("pages"):
             step = self._apply_page_ops(step)
             self._send_orders(step.orders)
             self._snapshots.send(step.snapshots)
-        if step.scheduled:
+        if step.requests:
             self._submit(step)
         else:
             self._scheduler.discard(step)
         outputs = self._scheduler.take_outputs()
-        has_room = self._executor.depth > 1 and bool(step.scheduled) and not (self._is_serial or step.is_awaited)
+        has_room = self._executor.depth > 1 and bool(step.requests) and not (self._is_serial or step.is_awaited)
         most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
         if has_room:
             planning_s = time.perf_counter() - planned_from - settling_s

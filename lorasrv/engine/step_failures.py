@@ -79,7 +79,7 @@ class StepFailureHandler:
         """
         _LOG.error("the results of a step could not be entered", exc_info=error)
         self._scheduler.discard(step)
-        names = {share.request_id for share in step.scheduled}
+        names = {s.request_id for s in step.requests}
         self._end([r for r in self._scheduler.requests() if r.request_id in names], Refusal.STEP, FAILED)
         self._scheduler.check_integrity()
         return self._scheduler.take_outputs()

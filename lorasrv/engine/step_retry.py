@@ -98,8 +98,8 @@ class StepRetrier:
             except EngineDead:
                 raise
             except Exception as error:
-                names = ", ".join(share.request_id for share in part.scheduled[:MAX_NAMED])
-                shown = part.num_tokens, len(part.scheduled), names, type(error).__name__
+                names = ", ".join(s.request_id for s in part.requests[:MAX_NAMED])
+                shown = part.num_tokens, len(part.requests), names, type(error).__name__
                 _LOG.error(
                     "%d tokens of %d requests (%s) failed: %s", *shown, exc_info=error if num_runs == 1 else None
                 )
@@ -114,12 +114,12 @@ class StepRetrier:
             smaller = self._smaller(part, caught)
             if smaller:
                 parts[:0] = smaller
-            elif part.scheduled[0].request_id not in again:
+            elif part.requests[0].request_id not in again:
                 # The cause may be transient: no request ends for a single failure.
-                again.add(part.scheduled[0].request_id)
+                again.add(part.requests[0].request_id)
                 parts.insert(0, part)
             else:
-                failed |= {share.request_id: caught for share in part.scheduled}
+                failed |= {s.request_id: caught for s in part.requests}
                 # If not even one token fits, the cause is not the step's size: keep the old bound for others.
                 self._most_tokens = bound if is_out_of_memory(caught) else self._most_tokens
                 parts = _without(parts, failed)
@@ -152,8 +152,8 @@ class StepRetrier:
             self._most_tokens = max(1, part.num_tokens // 2)
             self._num_calm = 0
             return self._bounded(part) if part.num_tokens > 1 else []
-        half = len(part.scheduled) // 2
-        return [part.only(part.scheduled[:half]), part.only(part.scheduled[half:])] if half else []
+        half = len(part.requests) // 2
+        return [part.only(part.requests[:half]), part.only(part.requests[half:])] if half else []
 
     def _bounded(self, step: SchedulerOutput) -> list[SchedulerOutput]:
         """Split a step into parts within the bound."""
@@ -163,8 +163,8 @@ class StepRetrier:
         step = step.without_drafts()
         parts: list[list[ScheduledRequest]] = [[]]
         room = most
-        for share in step.scheduled:
-            rest: ScheduledRequest | None = share
+        for scheduled in step.requests:
+            rest: ScheduledRequest | None = scheduled
             while rest is not None:
                 if not room or (len(rest.token_ids) > room and parts[-1]):
                     parts.append([])
@@ -173,7 +173,7 @@ class StepRetrier:
                 piece, rest = rest.cut(room) if len(rest.token_ids) > room else (piece, None)
                 parts[-1].append(piece)
                 room -= len(piece.token_ids)
-        return [step.only(shares) for shares in parts]
+        return [step.only(requests) for requests in parts]
 
     def _calm_down(self) -> None:
         if self._most_tokens is None:
@@ -188,8 +188,8 @@ class StepRetrier:
 
 def _without(parts: Sequence[SchedulerOutput], failed: Container[RequestId]) -> list[SchedulerOutput]:
     """Drop failed requests from parts: the rest of a cut request would read what was not written."""
-    left = [part.only([share for share in part.scheduled if share.request_id not in failed]) for part in parts]
-    return [part for part in left if part.scheduled]
+    left = [part.only([s for s in part.requests if s.request_id not in failed]) for part in parts]
+    return [part for part in left if part.requests]
 
 
 @dataclass(slots=True)

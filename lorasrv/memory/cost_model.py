@@ -59,9 +59,9 @@ class StepShape:
         """Return the shape of a scheduled step."""
         return cls(
             tokens=step.num_tokens,
-            requests=len(step.scheduled) + step.num_guessed_tokens,
+            requests=len(step.requests) + step.num_guessed_tokens,
             adapter_bytes=sum(placed.layout.nbytes for placed in step.placements.values()),
-            pairs=sum(len(s.token_ids) * (s.start + (len(s.token_ids) + 1) // 2) for s in step.scheduled),
+            pairs=sum(len(s.token_ids) * (s.start + (len(s.token_ids) + 1) // 2) for s in step.requests),
         )
 
     @property

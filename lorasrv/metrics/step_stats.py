@@ -51,15 +51,15 @@ class StepStats:
 
     def on_step_computed(self, step: SchedulerOutput, seconds: float) -> None:
         """Count a computed step."""
-        if not step.scheduled:
+        if not step.requests:
             return
         self.step_seconds.add(seconds)
         self.distinct_adapters.add(len(step.placements))
         each = seconds / max(1, step.num_tokens)
         with self._lock:
             spent = self._spent.seconds
-            for share in step.scheduled:
-                spent[share.account] = spent.get(share.account, 0.0) + each * len(share.token_ids)
+            for scheduled in step.requests:
+                spent[scheduled.account] = spent.get(scheduled.account, 0.0) + each * len(scheduled.token_ids)
 
     def on_adapter_loaded(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
         """Count an adapter read from disk to host memory."""

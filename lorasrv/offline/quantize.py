@@ -116,10 +116,10 @@ def passes(
     memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
     decoder = Decoder(weights, memory, DecoderLimits(longest, longest, longest, torch.float32), ops)
     for text in texts:
-        share = ScheduledRequest(
+        scheduled = ScheduledRequest(
             RequestId("text"), tuple(text), 0, tuple(range(pages)), None, wants_logits, SamplingParams(), 0
         )
-        batch = build_batch(SchedulerOutput((share,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
+        batch = build_batch(SchedulerOutput((scheduled,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
         rows = torch.arange(len(text)) if wants_logits else batch.tables.sample_rows
         yield decoder.forward(replace(batch, tables=replace(batch.tables, sample_rows=rows)))
 

@@ -29,26 +29,26 @@ DrawnFrom = Callable[[ScheduledRequest, int], Probabilities | None]
 
 def choose_tokens(
     logits: Tensor,
-    shares: Sequence[ScheduledRequest],
-    drawn_from: DrawnFrom = lambda share, at: None,
+    requests: Sequence[ScheduledRequest],
+    drawn_from: DrawnFrom = lambda scheduled, at: None,
     likeliest: Tensor | None = None,
 ) -> dict[RequestId, tuple[int, ...]]:
-    """Choose the next tokens of each share; a share whose first row is not finite has none.
+    """Choose the next tokens of each request; a request whose first row is not finite has none.
 
     Args:
-        logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
-        drawn_from: what the draft token at a place of a share that is accepted by rejection was drawn from.
+        logits: [at least S, V] fp32, the `num_logit_rows` of each request first, in their order.
+        drawn_from: what the draft token at a place of a request that is accepted by rejection was drawn from.
         likeliest: [at least S] int64, of each of these rows as `Ops.likeliest` finds it; None: they are looked for.
     """
     best = likeliest_torch(logits) if likeliest is None else likeliest
-    if not any(share.num_guessed_tokens for share in shares):
-        rows = [SamplingMetadata.of(share) for share in shares]
-        tokens = sample_finite(logits[: len(shares)], rows, best[: len(shares)])
-        return {s.request_id: (token,) for s, token in zip(shares, tokens, strict=True) if token is not None}
+    if not any(s.num_guessed_tokens for s in requests):
+        rows = [SamplingMetadata.of(s) for s in requests]
+        tokens = sample_finite(logits[: len(requests)], rows, best[: len(requests)])
+        return {s.request_id: (token,) for s, token in zip(requests, tokens, strict=True) if token is not None}
     paths, first = [], 0
-    for share in shares:
-        paths.append(_Path(share, first))
-        first += share.num_logit_rows
+    for scheduled in requests:
+        paths.append(_Path(scheduled, first))
+        first += scheduled.num_logit_rows
     left = [path for path in paths if not path.takes_likeliest]
     if len(left) < len(paths):
         numbers = or_none(best[:first])
@@ -58,22 +58,22 @@ def choose_tokens(
     while left:
         tokens = _sampled(logits, best, left, drawn_from)
         left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
-    return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
+    return {path.scheduled.request_id: tuple(path.tokens) for path in paths if path.tokens}
 
 
-def probed_tokens(likeliest: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
-    """Return the likeliest token behind each probe, of the shares whose probes' logits are all finite.
+def probed_tokens(likeliest: Tensor, requests: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
+    """Return the likeliest token behind each probe, of the requests whose probes' logits are all finite.
 
     Args:
         likeliest: [at least S] int64, as of `choose_tokens`.
     """
     found, first = dict[RequestId, tuple[int, ...]](), 0
-    for share in shares if any(share.drafts.probes.token_ids for share in shares) else ():
-        first += share.num_logit_rows
-        if count := len(share.drafts.probes.token_ids):
+    for scheduled in requests if any(scheduled.drafts.probes.token_ids for scheduled in requests) else ():
+        first += scheduled.num_logit_rows
+        if count := len(scheduled.drafts.probes.token_ids):
             tokens = [token for token in or_none(likeliest[first - count : first]) if token is not None]
             if len(tokens) == count:
-                found[share.request_id] = tuple(tokens)
+                found[scheduled.request_id] = tuple(tokens)
     return found
 
 
@@ -90,24 +90,24 @@ def _accepted(logits: Tensor, likeliest: Tensor, path: "_Path", drawn_from: Draw
     if not path.is_rejecting or likeliest == NO_TOKEN:
         return sample_finite(logits[None], [row], likeliest[None])[0]
     assert row.params.seed is not None, "a random request gets a seed at admission"
-    drawn = [DrawnToken(path.share.draft_token_ids[at], drawn_from(path.share, at)) for at in path.drafts]
+    drawn = [DrawnToken(path.scheduled.draft_token_ids[at], drawn_from(path.scheduled, at)) for at in path.drafts]
     return accept_or_draw(distribution(logits, row), drawn, row.params.seed, row.num_generated)
 
 
 class _Path:
-    """The tokens of one share so far, and the row that the next one is drawn from."""
+    """The tokens of one request so far, and the row that the next one is drawn from."""
 
-    def __init__(self, share: ScheduledRequest, first_row: int) -> None:
-        self.share = share
+    def __init__(self, scheduled: ScheduledRequest, first_row: int) -> None:
+        self.scheduled = scheduled
         self.tokens: list[int] = []
         self._first_row = first_row
-        self._children = children(share.draft_token_ids, share.draft_parents)
+        self._children = children(scheduled.draft_token_ids, scheduled.draft_parents)
         # The draft token that was said last.
         self._node = ROOT
         # The scheduler's own state follows only what is said; a step may be computed twice.
         self._ahead: ConstraintState | None = None
         # Whether all its tokens are those of the highest logits, as they are.
-        self.takes_likeliest = SamplingMetadata.of(share).takes_likeliest
+        self.takes_likeliest = SamplingMetadata.of(scheduled).takes_likeliest
 
     def follow(self, likeliest: Sequence[int | None]) -> None:
         """Take the tokens of the highest logits as far as the drafts are right."""
@@ -117,7 +117,7 @@ class _Path:
     @property
     def is_rejecting(self) -> bool:
         """Whether the current row's draft token is accepted by rejection sampling."""
-        return self.share.by_rejection and bool(self.drafts)
+        return self.scheduled.by_rejection and bool(self.drafts)
 
     @property
     def drafts(self) -> list[int]:
@@ -130,9 +130,9 @@ class _Path:
 
     def sampling_row(self) -> SamplingMetadata:
         return (
-            SamplingMetadata.after(self.share, self.tokens, self._ahead)
+            SamplingMetadata.after(self.scheduled, self.tokens, self._ahead)
             if self.tokens
-            else SamplingMetadata.of(self.share)
+            else SamplingMetadata.of(self.scheduled)
         )
 
     def goes_on_with(self, token: int | None) -> bool:
@@ -148,9 +148,9 @@ class _Path:
         return self._follows_constraint(token)
 
     def _follows_constraint(self, token: int) -> bool:
-        if self.share.constraint is None:
+        if self.scheduled.constraint is None:
             return True
         if self._ahead is None:
-            self._ahead = self.share.constraint.copy()
+            self._ahead = self.scheduled.constraint.copy()
         self._ahead.advance(token)
         return self._ahead.error is None and not self._ahead.is_over

@@ -80,20 +80,20 @@ class SamplingMetadata(NamedTuple):
     constraint: ConstraintState | None = None
 
     @classmethod
-    def of(cls, share: ScheduledRequest) -> "SamplingMetadata":
+    def of(cls, scheduled: ScheduledRequest) -> "SamplingMetadata":
         """Return the row of a request's last known token."""
-        return cls(share.sampling, share.num_generated, share.history, share.constraint)
+        return cls(scheduled.sampling, scheduled.num_generated, scheduled.history, scheduled.constraint)
 
     @classmethod
     def after(
-        cls, share: ScheduledRequest, path: Sequence[int], constraint: ConstraintState | None
+        cls, scheduled: ScheduledRequest, path: Sequence[int], constraint: ConstraintState | None
     ) -> "SamplingMetadata":
         """Return the row of a draft token, before which this step has chosen `path`, that token last.
 
         Args:
             constraint: a state that has followed `path`.
         """
-        return cls(share.sampling, share.num_generated + len(path), [*share.history, *path], constraint)
+        return cls(scheduled.sampling, scheduled.num_generated + len(path), [*scheduled.history, *path], constraint)
 
     @property
     def is_early(self) -> bool:

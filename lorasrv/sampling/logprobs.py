@@ -20,55 +20,55 @@ _BLOCK = 1024
 
 
 def chosen_logprobs(
-    logits: Tensor, shares: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]
+    logits: Tensor, requests: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]
 ) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
     """Return the log-probabilities of the chosen tokens, for the requests that ask for them.
 
     Args:
-        logits: [at least S, V], the `num_logit_rows` of each share first.
+        logits: [at least S, V], the `num_logit_rows` of each request first.
         chosen: tokens of the first of these rows, and of those of the accepted draft tokens.
     """
     rows: list[int] = []
     tokens: list[int] = []
     tops: list[int] = []
     first = 0
-    for share in shares:
-        if share.sampling.logprobs is not None and (said := chosen.get(share.request_id)):
-            path = path_along(share.draft_token_ids, share.draft_parents, said[:-1])
+    for scheduled in requests:
+        if scheduled.sampling.logprobs is not None and (said := chosen.get(scheduled.request_id)):
+            path = path_along(scheduled.draft_token_ids, scheduled.draft_parents, said[:-1])
             rows += [first, *(first + 1 + at for at in path)]
             tokens += said
-            tops += [share.sampling.logprobs] * len(said)
-        first += share.num_logit_rows
+            tops += [scheduled.sampling.logprobs] * len(said)
+        first += scheduled.num_logit_rows
     if not rows:
         return {}
     found = token_logprobs(logits[rows], tokens, tops)
     answers: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
-    for share in shares:
-        if share.sampling.logprobs is not None and (said := chosen.get(share.request_id)):
+    for scheduled in requests:
+        if scheduled.sampling.logprobs is not None and (said := chosen.get(scheduled.request_id)):
             known = tuple(one for one in found[: len(said)] if one is not None)
             found = found[len(said) :]
             if len(known) == len(said):
-                answers[share.request_id] = known
+                answers[scheduled.request_id] = known
     return answers
 
 
-def prompt_logprobs(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
+def prompt_logprobs(logits: Tensor, requests: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
     """Compute log-probabilities of prompt tokens, for the requests that want them.
 
     A request with a row that is not finite is left out.
 
     Args:
-        logits: [R, V], the `prompt_rows` of the shares one after another.
+        logits: [R, V], the `prompt_rows` of the requests one after another.
     """
     answers, first = {}, 0
-    for share in shares:
-        targets = share.prompt_targets
+    for scheduled in requests:
+        targets = scheduled.prompt_targets
         rows = logits[first : first + len(targets)]
         first += len(targets)
-        found = token_logprobs(rows, targets, [share.sampling.prompt_logprobs or 0] * len(targets))
+        found = token_logprobs(rows, targets, [scheduled.sampling.prompt_logprobs or 0] * len(targets))
         known = tuple(one for one in found if one is not None)
         if len(known) == len(targets):
-            answers[share.request_id] = known
+            answers[scheduled.request_id] = known
     return answers
 
 

@@ -13,7 +13,7 @@ from lorasrv.scheduler_output import ScheduledRequest
 
 
 class SameVocabulary(NamedTuple):
-    """Hold the logits [S, V] of shares that have as many tokens, V: their `num_logit_rows`, then their
+    """Hold the logits [S, V] of requests that have as many tokens, V: their `num_logit_rows`, then their
     `prompt_rows`."""
 
     logits: Tensor
@@ -25,7 +25,7 @@ class SameVocabulary(NamedTuple):
     @property
     def num_sampled_rows(self) -> int:
         """Return the rows of `sampled`; those of `asked` are behind them."""
-        return sum(share.num_logit_rows for share in self.sampled)
+        return sum(s.num_logit_rows for s in self.sampled)
 
 
 def by_vocabulary(
@@ -40,24 +40,24 @@ def by_vocabulary(
     Args:
         logits: [S, at least V] fp32.
         likeliest: as of `SameVocabulary`, of all these columns.
-        vocab_size: V of shares that do not say another.
+        vocab_size: V of requests that do not say another.
     """
-    sizes = {share.vocab_size for share in (*sampled, *asked)}
+    sizes = {s.vocab_size for s in (*sampled, *asked)}
     if sizes <= {0}:
         yield SameVocabulary(logits, likeliest, sampled, asked)
         return
     for size in sorted(sizes):
-        of_answers, rows, first = _of(size, sampled, [share.num_logit_rows for share in sampled], 0)
-        of_prompts, more, _ = _of(size, asked, [len(share.prompt_rows) for share in asked], first)
+        of_answers, rows, first = _of(size, sampled, [s.num_logit_rows for s in sampled], 0)
+        of_prompts, more, _ = _of(size, asked, [len(s.prompt_rows) for s in asked], first)
         yield SameVocabulary(logits[:, : size or vocab_size][rows + more], None, of_answers, of_prompts)
 
 
 def _of(
-    size: int, shares: Sequence[ScheduledRequest], counts: Sequence[int], first: int
+    size: int, requests: Sequence[ScheduledRequest], counts: Sequence[int], first: int
 ) -> tuple[tuple[ScheduledRequest, ...], list[int], int]:
-    """Return the shares of this size, their rows, and the row behind those of all shares."""
+    """Return the requests of this size, their rows, and the row behind those of all requests."""
     rows = list[int]()
-    for share, count in zip(shares, counts, strict=True):
-        rows += range(first, first + count) if share.vocab_size == size else ()
+    for scheduled, count in zip(requests, counts, strict=True):
+        rows += range(first, first + count) if scheduled.vocab_size == size else ()
         first += count
-    return tuple(share for share in shares if share.vocab_size == size), rows, first
+    return tuple(s for s in requests if s.vocab_size == size), rows, first

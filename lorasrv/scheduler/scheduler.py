@@ -167,7 +167,7 @@ class Scheduler:
         if (request := self._queue.requests.get(request_id)) is not None:
             self._in_flight.leave_out(step.number, request)
             self._allocator.discard(request)
-        return replace(step, scheduled=tuple(share for share in step.scheduled if share.request_id != request_id))
+        return replace(step, requests=tuple(s for s in step.requests if s.request_id != request_id))
 
     def on_adapter_copied(self, key: AdapterKey) -> None:
         """Note that a copy that a step ordered has filled the adapter's pages."""
@@ -209,7 +209,7 @@ class Scheduler:
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
         keys = {key for request in chosen for key in request.term_keys}
-        scheduled = tuple(
+        requests = tuple(
             ScheduledRequest.of(
                 r, counts[r.request_id], self._kv.page_table(r.request_id), drafts.get(r.request_id, NO_DRAFTS)
             )
@@ -218,7 +218,7 @@ class Scheduler:
         held_up = {r.request_id for r in chosen if r.needs_text} | drafts.keys()
         self._num_steps += 1
         step = SchedulerOutput(
-            scheduled=scheduled,
+            requests=requests,
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned, has_freed_host=has_given_up),
@@ -226,11 +226,11 @@ class Scheduler:
             orders=self._adapter_manager.take_orders(),
             snapshots=self._memory.snapshots.take_orders(),
             number=self._num_steps,
-            is_awaited=ahead and any(share.samples and share.request_id in held_up for share in scheduled),
+            is_awaited=ahead and any(s.samples and s.request_id in held_up for s in requests),
         )
         tokens = [
-            (r, counts[r.request_id], int(ahead and share.samples and r.may_run_ahead and r.request_id not in held_up))
-            for r, share in zip(chosen, scheduled, strict=True)
+            (r, counts[r.request_id], int(ahead and s.samples and r.may_run_ahead and r.request_id not in held_up))
+            for r, s in zip(chosen, requests, strict=True)
         ]
         self._in_flight.add(step.number, tokens)
         return step
@@ -263,9 +263,9 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Drop a step whose results are lost: its tokens are chosen again."""
         self._in_flight.remove(step.number)
-        for share in step.scheduled:
-            has_more = share.is_pending or share.drafts is not NO_DRAFTS
-            if has_more and (request := self._queue.requests.get(share.request_id)) is not None:
+        for scheduled in step.requests:
+            has_more = scheduled.is_pending or scheduled.drafts is not NO_DRAFTS
+            if has_more and (request := self._queue.requests.get(scheduled.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
 
     def discard_all(self) -> None:
@@ -274,8 +274,8 @@ class Scheduler:
 
     def resolve(self, step: SchedulerOutput) -> SchedulerOutput:
         """Return a step in flight with the tokens that were pending; the steps before it are not in flight any more."""
-        pending = [share for share in step.scheduled if share.is_pending]
-        live = [(share, self._queue.requests.get(share.request_id)) for share in pending]
+        pending = [s for s in step.requests if s.is_pending]
+        live = [(s, self._queue.requests.get(s.request_id)) for s in pending]
         return step.with_tokens({s.request_id: r.token_ids[s.start] for s, r in live if r is not None})
 
     def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
@@ -285,34 +285,37 @@ class Scheduler:
         Returns: the outputs since the last call, in order.
         """
         self._in_flight.remove(step.number)
-        for share in step.scheduled:
-            request = self._queue.requests.get(share.request_id)
+        for scheduled in step.requests:
+            request = self._queue.requests.get(scheduled.request_id)
             if request is None:
                 continue  # it has finished while the step was in flight
-            no_token = share.samples and share.request_id not in output.sampled
-            if no_token and share.num_guessed_tokens:
+            no_token = scheduled.samples and scheduled.request_id not in output.sampled
+            if no_token and scheduled.num_guessed_tokens:
                 self._bar_drafts(request)
                 continue
-            if no_token or (share.prompt_rows and share.request_id not in output.prompt_logprobs):
-                self._count_computed(request, share, int(share.samples))
+            if no_token or (scheduled.prompt_rows and scheduled.request_id not in output.prompt_logprobs):
+                self._count_computed(request, scheduled, int(scheduled.samples))
                 self.fail(request.request_id, *_overflow(request))
                 continue
-            if share.num_observed:
-                self._allocator.observe(request, share.page_table, output.masses[share.request_id])
-            if share.prompt_rows:
-                request.prompt_logprobs += output.prompt_logprobs[share.request_id]
-            if share.samples and request.sampling.prompt_only:
-                self._end_prompt(request, share)
+            if scheduled.num_observed:
+                self._allocator.observe(request, scheduled.page_table, output.masses[scheduled.request_id])
+            if scheduled.prompt_rows:
+                request.prompt_logprobs += output.prompt_logprobs[scheduled.request_id]
+            if scheduled.samples and request.sampling.prompt_only:
+                self._end_prompt(request, scheduled)
                 continue
-            if share.samples and request.message.beams is None:
+            if scheduled.samples and request.message.beams is None:
                 self._append(
-                    request, share, output.sampled[share.request_id], output.logprobs.get(share.request_id, ())
+                    request,
+                    scheduled,
+                    output.sampled[scheduled.request_id],
+                    output.logprobs.get(scheduled.request_id, ()),
                 )
                 continue
-            self._count_computed(request, share, int(share.samples))
+            self._count_computed(request, scheduled, int(scheduled.samples))
             self._allocator.settle(request)
-            if share.samples:
-                self._beams.offer(request, output.logprobs[share.request_id][0].top)
+            if scheduled.samples:
+                self._beams.offer(request, output.logprobs[scheduled.request_id][0].top)
         self.speculator.take_results(output.drafted, output.probed, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
@@ -357,14 +360,14 @@ class Scheduler:
         speculation = replace(request.message.speculation, max_draft=0)
         request.message = replace(request.message, speculation=speculation)
 
-    def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
+    def _count_computed(self, request: Request, scheduled: ScheduledRequest, num_new: int) -> None:
         """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens
         computed again after a preemption are not charged again."""
-        computed = share.num_known_tokens + max(0, num_new - 1)
+        computed = scheduled.num_known_tokens + max(0, num_new - 1)
         request.num_computed_tokens += computed
-        finish = share.start + computed
-        fresh = finish - max(share.start, request.num_charged_tokens)
-        if share.start < request.num_prompt_tokens:
+        finish = scheduled.start + computed
+        fresh = finish - max(scheduled.start, request.num_charged_tokens)
+        if scheduled.start < request.num_prompt_tokens:
             self._queue.lanes.relieve(Blocker.of_prompt(request.request_id))
         if fresh > 0:
             request.num_charged_tokens = finish
@@ -448,7 +451,7 @@ class Scheduler:
 
     # Ends.
     def _append(
-        self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, request: Request, scheduled: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """Append the new tokens of an answer, up to the token that ends it."""
         status, num_new = None, 0
@@ -462,23 +465,23 @@ class Scheduler:
                 break
         self.counters.generated_tokens += num_new
         request.num_steps += 1
-        request.num_draft_tokens += len(share.draft_token_ids)
+        request.num_draft_tokens += len(scheduled.draft_token_ids)
         request.num_accepted_tokens += min(num_new, len(tokens) - 1)
-        self._count_computed(request, share, num_new)
+        self._count_computed(request, scheduled, num_new)
         self._allocator.settle(request)
-        if share.drafts is not NO_DRAFTS:
+        if scheduled.drafts is not NO_DRAFTS:
             self._allocator.truncate_drafts(request)
         new_tokens = tuple(tokens[:num_new])
         if self.speculator.is_active:
-            self.speculator.observe(request, new_tokens, len(share.draft_token_ids))
+            self.speculator.observe(request, new_tokens, len(scheduled.draft_token_ids))
         if status is None:
             self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
             self._finish(request, status, new_tokens, logprobs[:num_new])
 
-    def _end_prompt(self, request: Request, share: ScheduledRequest) -> None:
+    def _end_prompt(self, request: Request, scheduled: ScheduledRequest) -> None:
         """Finish a request of which only the prompt is wanted: the token behind it was sampled, but nobody sees it."""
-        self._count_computed(request, share, 0)
+        self._count_computed(request, scheduled, 0)
         self._allocator.settle(request)
         self._finish(request, RequestStatus.FINISHED_LENGTH)
 

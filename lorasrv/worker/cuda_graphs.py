@@ -169,11 +169,11 @@ class GraphedSteps:
         if last is not None:
             last.fill(bucket.plans.token_ids, rows.pending)
         logits = self._capture(capacity, bucket) if bucket.recorded is None else _replay(bucket.recorded)
-        return logits[: len(rows.logit_rows)], tuple(s for s in rows.scheduled if s.samples)
+        return logits[: len(rows.logit_rows)], tuple(s for s in rows.requests if s.samples)
 
     def _capacity_for(self, rows: StepRows, work: Work) -> StaticCapacity | None:
         """Return the smallest bucket that a step fits; None if there is none."""
-        if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.scheduled):
+        if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.requests):
             return None
         if len(rows.row_terms) > 1 or any(a.layout.vectors or a.layout.ends or a.layout.rows for a in rows.adapters):
             return None

@@ -27,7 +27,7 @@ MIN_CONFIDENCE = 0.1
 class DraftRow:
     """Hold an answer that is being drafted."""
 
-    share: ScheduledRequest
+    scheduled: ScheduledRequest
     # Prompt, answer and draft.
     token_ids: list[int]
     num_known: int
@@ -37,16 +37,16 @@ class DraftRow:
     drawn_from: list[Probabilities] = field(default_factory=list)
 
     @classmethod
-    def of(cls, share: ScheduledRequest, said: Sequence[int]) -> Self:
+    def of(cls, scheduled: ScheduledRequest, said: Sequence[int]) -> Self:
         """Begin to draft behind the tokens that a step has said."""
-        tokens = [*share.history, *said]
-        return cls(share, tokens, len(tokens))
+        tokens = [*scheduled.history, *said]
+        return cls(scheduled, tokens, len(tokens))
 
     @property
     def has_next(self) -> bool:
         """Return whether the draft goes on."""
-        is_sure = self.product >= MIN_CONFIDENCE or self.share.by_rejection
-        return is_sure and len(self.confidence) < self.share.drafts.num_asked
+        is_sure = self.product >= MIN_CONFIDENCE or self.scheduled.by_rejection
+        return is_sure and len(self.confidence) < self.scheduled.drafts.num_asked
 
     @property
     def draft(self) -> ModelDraft:
@@ -56,8 +56,8 @@ class DraftRow:
     @property
     def takes_likeliest(self) -> bool:
         """Return whether all its tokens are those of the highest logits, as they are."""
-        share = self.next_share()
-        return share.sampling.is_greedy and not SamplingMetadata.of(share).changes_logits
+        scheduled = self.next_scheduled()
+        return scheduled.sampling.is_greedy and not SamplingMetadata.of(scheduled).changes_logits
 
     def take(self, token: int, confidence: float) -> None:
         """Append a drafted token, to which the model gives the probability `confidence`."""
@@ -65,14 +65,14 @@ class DraftRow:
         self.confidence.append(confidence)
         self.product *= confidence
 
-    def next_share(self) -> ScheduledRequest:
-        """Return the share of a step that computes the row's last token and draws the next."""
-        share, last = self.share, len(self.token_ids) - 1
+    def next_scheduled(self) -> ScheduledRequest:
+        """Return what a step computes for the row's last token, which draws the next."""
+        scheduled, last = self.scheduled, len(self.token_ids) - 1
         return replace(
-            share,
+            scheduled,
             token_ids=(self.token_ids[last],),
             start=last,
-            num_generated=share.num_generated + last + 1 - len(share.history),
+            num_generated=scheduled.num_generated + last + 1 - len(scheduled.history),
             history=self.token_ids,
             constraint=None,
             prompt_rows=range(0),
@@ -88,15 +88,15 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
         logits: [N, V] fp32, of the rows.
     Returns: rows whose drafts go on; those whose logits are not finite end.
     """
-    shares = [row.next_share() for row in rows]
-    chosen = choose_tokens(logits, shares)
-    going = [at for at, share in enumerate(shares) if share.request_id in chosen]
-    tokens = [chosen[shares[at].request_id][0] for at in going]
+    requests = [row.next_scheduled() for row in rows]
+    chosen = choose_tokens(logits, requests)
+    going = [at for at, s in enumerate(requests) if s.request_id in chosen]
+    tokens = [chosen[requests[at].request_id][0] for at in going]
     for at, token, sure in zip(going, tokens, confidence_of(logits, going, tokens), strict=True):
         row = rows[at]
         row.take(token, sure)
-        if row.share.by_rejection:
-            row.drawn_from.append(distribution(logits[at], SamplingMetadata.of(shares[at])))
+        if row.scheduled.by_rejection:
+            row.drawn_from.append(distribution(logits[at], SamplingMetadata.of(requests[at])))
     return [rows[at] for at in going if rows[at].has_next]
 
 
@@ -104,8 +104,8 @@ def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) ->
     """Return the probability of a token in each of some rows of logits [N, V]."""
     some = logits if len(rows) == len(logits) else logits[list(rows)]
     picked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    shares: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
-    return shares
+    requests: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
+    return requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +116,15 @@ class LastStates:
     states: Tensor
     sampled: Sequence[ScheduledRequest]
 
-    def of(self, shares: Sequence[ScheduledRequest], said: Mapping[RequestId, Sequence[int]]) -> Tensor:
-        """Return the state [N, H] of the row that each share's last token was drawn from."""
+    def of(self, requests: Sequence[ScheduledRequest], said: Mapping[RequestId, Sequence[int]]) -> Tensor:
+        """Return the state [N, H] of the row that each request's last token was drawn from."""
         first, row = 0, dict[RequestId, int]()
-        for share in self.sampled:
-            tokens = said.get(share.request_id, ())
-            path = path_along(share.draft_token_ids, share.draft_parents, tokens[:-1])
-            row[share.request_id] = first + (path[-1] + 1 if path else 0)
-            first += share.num_logit_rows
-        rows = [row[share.request_id] for share in shares]
+        for scheduled in self.sampled:
+            tokens = said.get(scheduled.request_id, ())
+            path = path_along(scheduled.draft_token_ids, scheduled.draft_parents, tokens[:-1])
+            row[scheduled.request_id] = first + (path[-1] + 1 if path else 0)
+            first += scheduled.num_logit_rows
+        rows = [row[s.request_id] for s in requests]
         return self.states[torch.tensor(rows, dtype=torch.int64, device=self.states.device)]
 
 
@@ -138,11 +138,13 @@ class DrawnTokens:
     def remember(self, rows: Sequence[DraftRow]) -> None:
         """Remember the rows' drafts in place of those before."""
         for row in rows:
-            self._drawn[row.share.request_id] = (row.num_known, row.drawn_from)
+            self._drawn[row.scheduled.request_id] = (row.num_known, row.drawn_from)
 
-    def find(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
-        """Return the probabilities [V] that a share's draft token was drawn from, `depth` places behind the first; None
-        if that is not known any more: then it counts as chosen, which is right for any token."""
-        first, drawn = self._drawn.get(share.request_id, (0, []))
-        place = len(share.history) + depth - first
+    def find(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
+        """Return the probabilities [V] that a request's draft token was drawn from, `depth` places behind the first.
+
+        None if that is not known any more: then it counts as chosen, which is right for any token.
+        """
+        first, drawn = self._drawn.get(scheduled.request_id, (0, []))
+        place = len(scheduled.history) + depth - first
         return drawn[place] if 0 <= place < len(drawn) else None

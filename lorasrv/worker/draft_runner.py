@@ -66,56 +66,58 @@ class DraftRunner:
         said: Mapping[RequestId, Sequence[int]],
         last: LastStates,
     ) -> DrafterOutput:
-        """Draft for the shares of a step that ask for it.
+        """Draft for the requests of a step that ask for it.
 
         Args:
             said: the tokens that the step has chosen.
             last: not used.
         """
         begun, num_passes = time.perf_counter(), 0
-        rows = [self._begin(share, said[share.request_id]) for share in asking if share.request_id in said]
+        rows = [self._begin(s, said[s.request_id]) for s in asking if s.request_id in said]
         active = [row for row in rows if self._catch_up(step, row, self._max_rows // len(rows))]
         while active:
             num_passes += 1
             active = self._pass(step, active)
         for row in rows:
-            self._cached[row.share.request_id] = _Cached(row.token_ids[: row.num_computed], row.share.page_table)
+            self._cached[row.scheduled.request_id] = _Cached(
+                row.token_ids[: row.num_computed], row.scheduled.page_table
+            )
         self._drawn.remember(rows)
-        drafts = {row.share.request_id: row.draft for row in rows}
+        drafts = {row.scheduled.request_id: row.draft for row in rows}
         return DrafterOutput(drafts, time.perf_counter() - begun, num_passes)
 
-    def drawn_from(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
+    def drawn_from(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
-        return self._drawn.find(share, depth)
+        return self._drawn.find(scheduled, depth)
 
-    def _begin(self, share: ScheduledRequest, said: Sequence[int]) -> _Row:
-        row = _Row.of(share, said)
-        row.num_computed = self._num_cached(share, row.token_ids)
+    def _begin(self, scheduled: ScheduledRequest, said: Sequence[int]) -> _Row:
+        row = _Row.of(scheduled, said)
+        row.num_computed = self._num_cached(scheduled, row.token_ids)
         return row
 
-    def _num_cached(self, share: ScheduledRequest, tokens: Sequence[int]) -> int:
+    def _num_cached(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> int:
         """Return how many tokens the model need not compute again: all but the last in the served model's cache."""
         if not self._has_own_cache:
             return len(tokens) - 1
-        cached = self._cached.get(share.request_id, _NOTHING)
-        same_pages = _num_common(cached.pages, share.page_table) * self._decoder.page_size
+        cached = self._cached.get(scheduled.request_id, _NOTHING)
+        same_pages = _num_common(cached.pages, scheduled.page_table) * self._decoder.page_size
         return min(_num_common(cached.token_ids, tokens), same_pages, len(tokens) - 1)
 
     def _catch_up(self, step: SchedulerOutput, row: _Row, room: int) -> bool:
         """Compute tokens that the model has not seen before the first pass, which has `room` for those of each row;
         return whether the row is ready."""
         if row.num_known - row.num_computed > room:
-            share = self._next_share(row)
-            count = min(MAX_CATCH_UP, self._max_rows, len(share.token_ids) - 1)
-            self._forward(step, [replace(share, token_ids=share.token_ids[:count], samples=False)])
+            scheduled = self._next_scheduled(row)
+            count = min(MAX_CATCH_UP, self._max_rows, len(scheduled.token_ids) - 1)
+            self._forward(step, [replace(scheduled, token_ids=scheduled.token_ids[:count], samples=False)])
             row.num_computed += count
         return row.num_known - row.num_computed <= room
 
     def _pass(self, step: SchedulerOutput, rows: Sequence[_Row]) -> list[_Row]:
         """Draw one token of each row; return those that go on."""
-        logits, sampled = self._forward(step, [self._next_share(row) for row in rows])
-        by_id = {row.share.request_id: row for row in rows}
-        ordered = [by_id[share.request_id] for share in sampled]
+        logits, sampled = self._forward(step, [self._next_scheduled(row) for row in rows])
+        by_id = {row.scheduled.request_id: row for row in rows}
+        ordered = [by_id[s.request_id] for s in sampled]
         lengths = [len(row.token_ids) for row in ordered]
         going = draw(ordered, logits)
         for row, length in zip(ordered, lengths, strict=True):
@@ -124,19 +126,19 @@ class DraftRunner:
         return [row for row in ordered if row in going]
 
     def _forward(
-        self, step: SchedulerOutput, shares: Sequence[ScheduledRequest]
+        self, step: SchedulerOutput, requests: Sequence[ScheduledRequest]
     ) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
-        batch = self._build_batch(step.only(shares))
+        batch = self._build_batch(step.only(requests))
         return self._decoder.forward(batch), batch.sampled
 
-    def _next_share(self, row: _Row) -> ScheduledRequest:
+    def _next_scheduled(self, row: _Row) -> ScheduledRequest:
         """Return the tokens that the model computes next of an answer."""
         return replace(
-            row.next_share(),
+            row.next_scheduled(),
             token_ids=tuple(row.token_ids[row.num_computed :]),
             start=row.num_computed,
-            adapter_key=None if self._has_own_cache else row.share.adapter_key,
-            summed=() if self._has_own_cache else row.share.summed,
+            adapter_key=None if self._has_own_cache else row.scheduled.adapter_key,
+            summed=() if self._has_own_cache else row.scheduled.summed,
         )
 
 

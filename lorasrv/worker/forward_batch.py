@@ -82,9 +82,9 @@ class ForwardBatch:
         if self.tables.masses is None:
             return {}
         rows, found, first = self.tables.masses.of_rows().tolist(), {}, 0
-        for share in self.observed:
-            found[share.request_id] = rows[first : first + share.num_observed]
-            first += share.num_observed
+        for scheduled in self.observed:
+            found[scheduled.request_id] = rows[first : first + scheduled.num_observed]
+            first += scheduled.num_observed
         return found
 
 
@@ -119,9 +119,9 @@ def build_batch(
         token_ids=ids,
         positions=places,
         tables=StepTables(attention, lora, logit_rows, _masses(rows, memory)),
-        sampled=tuple(s for s in rows.scheduled if s.samples),
-        asked=tuple(s for s in rows.scheduled if s.prompt_rows),
-        observed=tuple(s for s in rows.scheduled if s.num_observed),
+        sampled=tuple(s for s in rows.requests if s.samples),
+        asked=tuple(s for s in rows.requests if s.prompt_rows),
+        observed=tuple(s for s in rows.requests if s.num_observed),
         head=_ends_plan(HEAD_A, rows, sampled_terms, adapter_dtype, ops),
         embedding=_ends_plan(EMBEDDING_A, rows, rows.row_terms, adapter_dtype, ops),
         head_rows=_rows_plan(HEAD_ROWS, rows, sampled_terms[0], adapter_dtype, ops),

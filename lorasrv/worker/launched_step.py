@@ -20,12 +20,12 @@ class LaunchedStep:
     """Hold the sampled tokens on the device, and their copy on its way to the host.
 
     Args:
-        sampled: shares of the step.
-        tokens: [B] int64 of these shares; negative where a row's logits are not finite.
+        sampled: requests of the step.
+        tokens: [B] int64 of these requests; negative where a row's logits are not finite.
     """
 
     def __init__(self, sampled: Sequence[ScheduledRequest], tokens: Tensor) -> None:
-        self._row = {share.request_id: row for row, share in enumerate(sampled)}
+        self._row = {s.request_id: row for row, s in enumerate(sampled)}
         self._tokens = tokens
         self._host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=tokens.device.type == "cuda")
         self._host.copy_(tokens, non_blocking=True)

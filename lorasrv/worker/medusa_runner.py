@@ -33,9 +33,9 @@ class MedusaRunner:
 
     def prepare(self, step: SchedulerOutput) -> None:
         """Begin to read the heads of the step's adapters, so that they are there when they are asked."""
-        for share in step.scheduled:
-            if share.has_draft_heads:
-                self._find(share)
+        for scheduled in step.requests:
+            if scheduled.has_draft_heads:
+                self._find(scheduled)
 
     @torch.inference_mode()
     def draft(
@@ -45,35 +45,35 @@ class MedusaRunner:
         said: Mapping[RequestId, Sequence[int]],
         last: LastStates,
     ) -> DrafterOutput:
-        """Draft for the shares of a step that ask for it and whose heads are there; `said` are the step's tokens."""
+        """Draft for the requests of a step that ask for it and whose heads are there; `said` are the step's tokens."""
         begun = time.perf_counter()
-        found = [(share, self._find(share)) for share in asking if share.request_id in said]
-        there = [(share, heads) for share, heads in found if heads is not None][: self._max_rows]
-        rows, deepest = [DraftRow.of(share, said[share.request_id]) for share, _ in there], 0
+        found = [(s, self._find(s)) for s in asking if s.request_id in said]
+        there = [(s, heads) for s, heads in found if heads is not None][: self._max_rows]
+        rows, deepest = [DraftRow.of(s, said[s.request_id]) for s, _ in there], 0
         if there:
-            states = last.of([share for share, _ in there], said)
+            states = last.of([s for s, _ in there], said)
             deepest = self._draw(rows, [heads for _, heads in there], states)
             self._drawn.remember(rows)
-        nothing = {share.request_id: ModelDraft((), ()) for share, _ in found}
-        drafts = nothing | {row.share.request_id: row.draft for row in rows}
+        nothing = {s.request_id: ModelDraft((), ()) for s, _ in found}
+        drafts = nothing | {row.scheduled.request_id: row.draft for row in rows}
         return DrafterOutput(drafts, time.perf_counter() - begun, deepest)
 
-    def drawn_from(self, share: ScheduledRequest, depth: int) -> Probabilities | None:
+    def drawn_from(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
         """Return what a draft token was drawn from, as `DrawnTokens.find`."""
-        return self._drawn.find(share, depth)
+        return self._drawn.find(scheduled, depth)
 
     def close(self) -> None:
         """Read no more heads."""
         self._heads.close()
 
-    def _find(self, share: ScheduledRequest) -> MedusaHeads | None:
-        return self._heads.find(share.adapter_key, has_own=share.has_draft_heads)
+    def _find(self, scheduled: ScheduledRequest) -> MedusaHeads | None:
+        return self._heads.find(scheduled.adapter_key, has_own=scheduled.has_draft_heads)
 
     def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> int:
         """Draw the tokens of all rows from logits that are computed at once; return the most heads of a row."""
         counts, left = list[int](), self._max_rows
         for row, own in zip(rows, heads, strict=True):
-            counts.append(min(row.share.drafts.num_asked, len(own.heads), left))
+            counts.append(min(row.scheduled.drafts.num_asked, len(own.heads), left))
             left -= counts[-1]
         guessed = [
             own.guess(states[at : at + 1], depth)

@@ -214,7 +214,7 @@ class ModelRunner:
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step whose page operations are done."""
-        if not step.scheduled:
+        if not step.requests:
             return ModelRunnerOutput({})
         self._count(step)
         return self._sampled(step, *self._logits(step, None))
@@ -303,7 +303,7 @@ class ModelRunner:
             RuntimeError: that step could not be launched.
         """
         last, self._last = self._last, None
-        if last is None and any(share.is_pending for share in step.scheduled):
+        if last is None and any(s.is_pending for s in step.requests):
             raise RuntimeError("the step before, whose tokens this one takes, could not be launched")
         if isinstance(last, ModelRunnerOutput):
             step, last = step.with_tokens({request: tokens[-1] for request, tokens in last.sampled.items()}), None
@@ -313,7 +313,7 @@ class ModelRunner:
             if asked or masses or any(map(_asks_for_more, sampled)):
                 self._last = self._with_drafts(step, self._output(logits, sampled, asked, masses), sampled)
             else:
-                rows = [SamplingMetadata.of(share) for share in sampled]
+                rows = [SamplingMetadata.of(s) for s in sampled]
                 self._last = LaunchedStep(sampled, launch_sampling(logits[: len(sampled)], rows))
         return self._last
 
@@ -346,20 +346,22 @@ class ModelRunner:
 
     def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:
         """Move the keys and values of accepted draft tokens of trees behind those of the known tokens."""
-        trees = [share for share in sampled if share.draft_parents and share.request_id in chosen]
+        trees = [s for s in sampled if s.draft_parents and s.request_id in chosen]
         moves = [
-            share.moves_along(path_along(share.draft_token_ids, share.draft_parents, chosen[share.request_id]))
-            for share in trees
+            scheduled.moves_along(
+                path_along(scheduled.draft_token_ids, scheduled.draft_parents, chosen[scheduled.request_id])
+            )
+            for scheduled in trees
         ]
         if any(move.sources for move in moves):
             self._memory.copy_slots(moves, self._ops)
             self._exchange.on_slots_moved(moves)
 
-    def _drawn_from(self, share: ScheduledRequest, at: int) -> Probabilities | None:
+    def _drawn_from(self, scheduled: ScheduledRequest, at: int) -> Probabilities | None:
         """Return what a draft token was drawn from; None if it was found, not drawn."""
-        model = self._models.get(share.drafts.drafters[at])
-        depth = depths_of(share.draft_parents)[at] - 1 if share.draft_parents else at
-        return None if model is None else model.drawn_from(share, depth)
+        model = self._models.get(scheduled.drafts.drafters[at])
+        depth = depths_of(scheduled.draft_parents)[at] - 1 if scheduled.draft_parents else at
+        return None if model is None else model.drawn_from(scheduled, depth)
 
     def _with_drafts(
         self, step: SchedulerOutput, output: ModelRunnerOutput, sampled: Sequence[ScheduledRequest]
@@ -369,7 +371,7 @@ class ModelRunner:
         drafted = dict[str, DrafterOutput]()
         last = LastStates(self._decoder.states, sampled)
         for name, model in tuple(self._models.items()):
-            asking = [share for share in step.scheduled if share.drafts.num_asked and share.drafts.asked == name]
+            asking = [s for s in step.requests if s.drafts.num_asked and s.drafts.asked == name]
             if asking:
                 try:
                     with self.profile.span("drafting"):
@@ -409,6 +411,6 @@ class ModelRunner:
         return build_batch(step, self._memory, self._limits.adapter_dtype, self._ops, last, self._exchange)
 
 
-def _asks_for_more(share: ScheduledRequest) -> bool:
-    """Return whether a share asks for more than a token of the base's."""
-    return share.drafts is not NO_DRAFTS or share.sampling.logprobs is not None or share.vocab_size > 0
+def _asks_for_more(scheduled: ScheduledRequest) -> bool:
+    """Return whether a request asks for more than a token of the base's."""
+    return scheduled.drafts is not NO_DRAFTS or scheduled.sampling.logprobs is not None or scheduled.vocab_size > 0

@@ -24,7 +24,7 @@ class StepRows:
     same pages, and of these pages only.
     """
 
-    scheduled: list[ScheduledRequest]
+    requests: list[ScheduledRequest]
     # Of each content and weight that a request of the step has, and the weights.
     adapters: list[PlacedAdapter]
     weights: list[float]
@@ -54,7 +54,7 @@ class StepRows:
     @property
     def pending(self) -> list[tuple[int, RequestId]]:
         """Return the rows whose token is pending, and their requests."""
-        owners = [share.request_id for share in self.scheduled if share.is_pending]
+        owners = [s.request_id for s in self.requests if s.is_pending]
         if not owners:
             return []
         return list(zip(np.flatnonzero(self.token_ids == PENDING).tolist(), owners, strict=True))
@@ -62,37 +62,37 @@ class StepRows:
     @classmethod
     def of(cls, step: SchedulerOutput) -> "StepRows":
         """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
-        scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
-        terms = [s.terms for s in scheduled]
+        requests = sorted(step.requests, key=lambda s: s.adapter_key or "")
+        terms = [s.terms for s in requests]
         entries = sorted({term for own in terms for term in own})
-        lens = np.array([len(s.token_ids) for s in scheduled])
-        starts = np.array([s.start for s in scheduled])
+        lens = np.array([len(s.token_ids) for s in requests])
+        starts = np.array([s.start for s in requests])
         firsts = lens.cumsum() - lens
-        samples = np.array([s.samples for s in scheduled])
-        asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
+        samples = np.array([s.samples for s in requests])
+        asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(requests) if s.prompt_rows]
         positions = np.arange(lens.sum()) + (starts - firsts).repeat(lens)
         trees: list[Parents] = []
-        if any(s.num_guessed_tokens for s in scheduled):
-            trees = [s.slot_parents for s in scheduled]
+        if any(s.num_guessed_tokens for s in requests):
+            trees = [s.slot_parents for s in requests]
         for i in range(len(trees)):
             if trees[i]:
                 end = firsts[i] + lens[i]
-                positions[end - len(trees[i]) : end] = _tree_positions(scheduled[i])
+                positions[end - len(trees[i]) : end] = _tree_positions(requests[i])
         query_lens, kv_lens = lens, starts + lens
-        pages = [s.page_table for s in scheduled]
-        observed: Sequence[int] = [0] * len(scheduled)
-        if any(s.kv_policy is not None for s in scheduled):
-            seen = [sequence for share in scheduled for sequence in _sequences(share)]
+        pages = [s.page_table for s in requests]
+        observed: Sequence[int] = [0] * len(requests)
+        if any(s.kv_policy is not None for s in requests):
+            seen = [sequence for s in requests for sequence in _sequences(s)]
             query_lens = np.array([sequence.num_rows for sequence in seen])
             kv_lens = np.array([sequence.num_keys for sequence in seen])
             pages, trees = [sequence.pages for sequence in seen], [sequence.parents for sequence in seen]
             observed = [sequence.num_observed for sequence in seen]
-        own = _logit_rows(scheduled, firsts + lens, samples)
+        own = _logit_rows(requests, firsts + lens, samples)
         return cls(
-            scheduled=scheduled,
+            requests=requests,
             adapters=[step.placements[key] for key, _ in entries],
             weights=[weight for _, weight in entries],
-            token_ids=np.array([t for s in scheduled for t in s.token_ids]),
+            token_ids=np.array([t for s in requests for t in s.token_ids]),
             positions=positions,
             row_terms=_owners(terms, entries).repeat(lens, axis=1),
             query_lens=query_lens,
@@ -137,23 +137,25 @@ def _owners(terms: Sequence[Sequence[tuple[AdapterKey, float]]], entries: Sequen
     return owners
 
 
-def _tree_positions(share: ScheduledRequest) -> list[int]:
+def _tree_positions(scheduled: ScheduledRequest) -> list[int]:
     """Return the position of each guessed token of a tree."""
-    parents = share.slot_parents
-    assert len(parents) == share.num_guessed_tokens <= MAX_SLOTS, f"{len(parents)} parents of {share.request_id}"
+    parents = scheduled.slot_parents
+    assert len(parents) == scheduled.num_guessed_tokens <= MAX_SLOTS, (
+        f"{len(parents)} parents of {scheduled.request_id}"
+    )
     assert all(ROOT <= parent < slot for slot, parent in enumerate(parents)), f"a parent is behind its child: {parents}"
-    last = share.start + share.num_known_tokens - 1
+    last = scheduled.start + scheduled.num_known_tokens - 1
     return [last + depth for depth in depths_of(parents)]
 
 
 def _logit_rows(
-    scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
+    requests: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
     """Return the rows [S] whose logits predict next tokens, those of a sequence together; `ends` is the row behind
     each sequence."""
-    if not any(s.num_guessed_tokens for s in scheduled):
+    if not any(s.num_guessed_tokens for s in requests):
         return (ends - 1)[samples]
-    rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(scheduled, ends.tolist(), strict=True)]
+    rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(requests, ends.tolist(), strict=True)]
     return np.concatenate(rows)
 
 
@@ -167,18 +169,20 @@ class _Sequence(NamedTuple):
     num_observed: int = 0
 
 
-def _sequences(share: ScheduledRequest) -> list[_Sequence]:
-    """Return a share's rows as sequences."""
-    end, policy = share.start + len(share.token_ids), share.kv_policy
+def _sequences(scheduled: ScheduledRequest) -> list[_Sequence]:
+    """Return a request's rows as sequences."""
+    end, policy = scheduled.start + len(scheduled.token_ids), scheduled.kv_policy
     if policy is None:
-        return [_Sequence(len(share.token_ids), end, share.page_table, share.slot_parents)]
-    assert not share.slot_parents, f"rows of {share.request_id} may see different pages, but are a tree"
+        return [_Sequence(len(scheduled.token_ids), end, scheduled.page_table, scheduled.slot_parents)]
+    assert not scheduled.slot_parents, f"rows of {scheduled.request_id} may see different pages, but are a tree"
     sequences = []
-    for first, last in policy.pieces(share.start, end):
-        hole, table = policy.hole(first), share.page_table[: -(-last // policy.page_size)]
+    for first, last in policy.pieces(scheduled.start, end):
+        hole, table = policy.hole(first), scheduled.page_table[: -(-last // policy.page_size)]
         pages = [page for place, page in enumerate(table) if page != HOLE and place not in hole]
         sequences.append(
-            _Sequence(last - first, last - (len(table) - len(pages)) * policy.page_size, pages, (), share.num_observed)
+            _Sequence(
+                last - first, last - (len(table) - len(pages)) * policy.page_size, pages, (), scheduled.num_observed
+            )
         )
     return sequences
 

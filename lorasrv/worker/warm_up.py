@@ -54,7 +54,7 @@ def compile_kernels(passes: Sequence[Callable[[], object]], progress: Progress) 
 def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> None:
     """Compute a step without a graph, and move a draft token of each tree as if it were accepted."""
     decoder.forward(build_batch(step, memory, limits.adapter_dtype, ops))
-    moves = [share.moves_along((len(share.draft_parents) - 1,)) for share in step.scheduled if share.draft_parents]
+    moves = [s.moves_along((len(s.draft_parents) - 1,)) for s in step.requests if s.draft_parents]
     if moves:
         memory.copy_slots(moves, ops)
 
@@ -124,10 +124,10 @@ class WarmUpSteps:
     def _trees(self) -> SchedulerOutput:
         """Return a step of a draft tree, an answer with cut keys and a prompt that is cut into long tiles."""
         drafts = PlannedDrafts((0, 0), ("lookup",) * 2, parents=(ROOT, ROOT))
-        tree = replace(self._share("tree", 3, 0, None), drafts=drafts)
+        tree = replace(self._scheduled("tree", 3, 0, None), drafts=drafts)
         prompt = max(1, min(FEW_ROWS + 1, self._limits.max_rows - 4, self._limits.max_model_len))
         return self._step(
-            [tree, self._single("answer", self._cut_keys, None), self._share("prompt", prompt, 0, None)], None
+            [tree, self._single("answer", self._cut_keys, None), self._scheduled("prompt", prompt, 0, None)], None
         )
 
     def _mixed(self, rows: int, rank: int) -> SchedulerOutput:
@@ -143,12 +143,12 @@ class WarmUpSteps:
         """
         for start in range(0, rows, self._limits.max_model_len):
             count = min(self._limits.max_model_len, rows - start)
-            yield self._share(str(start), count, 0, adapter, range(max(0, min(count, asked - start))))
+            yield self._scheduled(str(start), count, 0, adapter, range(max(0, min(count, asked - start))))
 
     def _single(self, name: str, num_keys: int, adapter: PlacedAdapter | None) -> ScheduledRequest:
-        return self._share(name, 1, min(num_keys, self._limits.max_model_len) - 1, adapter)
+        return self._scheduled(name, 1, min(num_keys, self._limits.max_model_len) - 1, adapter)
 
-    def _share(
+    def _scheduled(
         self, name: str, count: int, start: int, adapter: PlacedAdapter | None, asked: range = range(0)
     ) -> ScheduledRequest:
         pages = (0,) * -(-(start + count) // self._memory.page_size)
@@ -156,9 +156,9 @@ class WarmUpSteps:
         rest = (pages, key, True, SamplingParams(), 0)
         return ScheduledRequest(RequestId(name), (0,) * count, start, *rest, prompt_rows=asked)
 
-    def _step(self, shares: Iterable[ScheduledRequest], adapter: PlacedAdapter | None) -> SchedulerOutput:
+    def _step(self, requests: Iterable[ScheduledRequest], adapter: PlacedAdapter | None) -> SchedulerOutput:
         placements = {} if adapter is None else {_ADAPTER: adapter}
-        return SchedulerOutput(tuple(shares), placements, (), AdapterOrders(), 0)
+        return SchedulerOutput(tuple(requests), placements, (), AdapterOrders(), 0)
 
     def _ranks(self, total: int, highest: int) -> tuple[int, ...]:
         """Return ranks of slices, `total` together as far as they reach with `highest` each."""

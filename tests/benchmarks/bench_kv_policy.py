@@ -65,11 +65,11 @@ def losses(policy: KvPolicy | None, pieces: int) -> Iterator[float]:
     placed = policy and policy.placed(PAGE, PIECE)
     for number in range(pieces):
         piece = ids[number * PIECE : (number + 1) * PIECE]
-        share = ScheduledRequest(
+        scheduled = ScheduledRequest(
             *(RequestId("p"), tuple(piece), 0, tuple(range(PIECE // PAGE)), None, True, SamplingParams(), 0),
             kv_policy=placed,
         )
-        batch = build_batch(SchedulerOutput((share,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
+        batch = build_batch(SchedulerOutput((scheduled,), {}, (), AdapterOrders(), 0), memory, torch.float32, ops)
         rows = torch.arange(PIECE // 2, PIECE - 1)
         logits = decoder.forward(replace(batch, tables=replace(batch.tables, sample_rows=rows)))
         yield from torch.nn.functional.cross_entropy(

@@ -55,11 +55,11 @@ def of_steps(rows: int) -> float:
     book = StepStats()
     names = [(f"a{n}", AdapterKey(f"k{n}")) for n in range(rows)]
     asked = ((1,), 0, ()), (True, SamplingParams(), 1)
-    shares = tuple(
+    requests = tuple(
         ScheduledRequest(RequestId(name), *asked[0], key, *asked[1], account=(name, key)) for name, key in names
     )
-    keys: Any = {share.adapter_key: None for share in shares}
-    step = SchedulerOutput(shares, keys, (), AdapterOrders(), 0)
+    keys: Any = {scheduled.adapter_key: None for scheduled in requests}
+    step = SchedulerOutput(requests, keys, (), AdapterOrders(), 0)
     return best_us(lambda: book.on_step_computed(step, 0.01))
 
 

@@ -135,7 +135,7 @@ class Script:
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         output = self._collect(handle)
-        ends = {s.request_id: s.num_generated + 1 >= _answer_of(s.request_id) for s in handle.step.scheduled}
+        ends = {s.request_id: s.num_generated + 1 >= _answer_of(s.request_id) for s in handle.step.requests}
         return ModelRunnerOutput({r: (self._said(tokens[0], ends[r]),) for r, tokens in output.sampled.items()})
 
     def _said(self, token: int, is_last: bool) -> int:

@@ -169,9 +169,9 @@ def graphs(
     for number in range(replays):
         step = case.step(chance.randint(0, rows))
         if number % 3 == 2:
-            first, *others = step.scheduled
+            first, *others = step.requests
             drafted = PlannedDrafts(first.token_ids, ("lookup",))
-            step = replace(step, scheduled=(replace(first, token_ids=first.token_ids * 2, drafts=drafted), *others))
+            step = replace(step, requests=(replace(first, token_ids=first.token_ids * 2, drafts=drafted), *others))
         got = case.steps.compute(step)
         assert got is not None
         logits = got[0].clone()

@@ -105,10 +105,10 @@ class Bench:
         self.on_host -= set(orders.cancels)
         self.copying |= {key for key, _ in orders.copies}
         sampled = {
-            s.request_id: (self._says(s.request_id, s.num_generated, token),) for s in step.scheduled if s.samples
+            s.request_id: (self._says(s.request_id, s.num_generated, token),) for s in step.requests if s.samples
         }
-        offered = {s.request_id: (_offer(s.history),) for s in step.scheduled if s.samples and s.sampling.logprobs}
-        masses = {s.request_id: [[1.0] * len(s.page_table)] * s.num_observed for s in step.scheduled if s.num_observed}
+        offered = {s.request_id: (_offer(s.history),) for s in step.requests if s.samples and s.sampling.logprobs}
+        masses = {s.request_id: [[1.0] * len(s.page_table)] * s.num_observed for s in step.requests if s.num_observed}
         self.outputs += self.scheduler.update_from_output(step, ModelRunnerOutput(sampled, offered, masses=masses))
         self.steps.append(step)
         if step.snapshots != NO_SNAPSHOTS:
@@ -174,8 +174,8 @@ class Bench:
         """Tokens of prompts and answers that were computed, by request."""
         counts: Counter[str] = Counter()
         for step in self.steps:
-            for share in step.scheduled:
-                counts[share.request_id] += len(share.token_ids)
+            for scheduled in step.requests:
+                counts[scheduled.request_id] += len(scheduled.token_ids)
         return counts
 
     def first_step(self, name: str) -> int:
@@ -191,4 +191,4 @@ def _offer(history: Sequence[int]) -> TokenLogprobs:
 
 
 def names(step: SchedulerOutput) -> list[str]:
-    return [s.request_id for s in step.scheduled]
+    return [s.request_id for s in step.requests]

@@ -77,24 +77,26 @@ class HandDecoder:
                 self.memory.write_adapter(packed, placed)
                 self.placed[name] = (key, placed)
 
-    def share(self, adapter: str | None, tokens: Sequence[int], start: int, table: tuple[int, ...]) -> ScheduledRequest:
+    def scheduled(
+        self, adapter: str | None, tokens: Sequence[int], start: int, table: tuple[int, ...]
+    ) -> ScheduledRequest:
         """One sequence of a step, without drafts."""
         key = self.placed[adapter][0] if adapter else None
         return ScheduledRequest(RequestId(""), tuple(tokens), start, table, key, True, SamplingParams(), 0)
 
-    def run(self, shares: Sequence[ScheduledRequest]) -> list[torch.Tensor]:
+    def run(self, requests: Sequence[ScheduledRequest]) -> list[torch.Tensor]:
         """The logits of each, [num_logit_rows, V]."""
-        numbered = tuple(replace(share, request_id=RequestId(str(i))) for i, share in enumerate(shares))
+        numbered = tuple(replace(scheduled, request_id=RequestId(str(i))) for i, scheduled in enumerate(requests))
         step = SchedulerOutput(numbered, dict(self.placed.values()), (), AdapterOrders(), 0)
         batch = build_batch(step, self.memory, self.dtype, self.ops)
         logits = self.decoder.forward(batch).clone()
-        rows = torch.split(logits, [share.num_logit_rows for share in batch.sampled])
-        found = dict(zip([share.request_id for share in batch.sampled], rows, strict=True))
-        return [found[share.request_id] for share in numbered]
+        rows = torch.split(logits, [scheduled.num_logit_rows for scheduled in batch.sampled])
+        found = dict(zip([scheduled.request_id for scheduled in batch.sampled], rows, strict=True))
+        return [found[scheduled.request_id] for scheduled in numbered]
 
-    def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
+    def logits(self, requests: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
         """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
-        return {i: rows[-1] for i, rows in enumerate(self.run([self.share(*share) for share in shares]))}
+        return {i: rows[-1] for i, rows in enumerate(self.run([self.scheduled(*scheduled) for scheduled in requests]))}
 
 
 def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> AdapterKey:

@@ -16,7 +16,7 @@ VISION = {
     "patch_size": 14,
 }
 GEMMA = {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 3, "head_dim": 24, "pad_token_id": 0}
-WHOLE = {
+WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration", GEMMA, {"mm_tokens_per_image": 4}),
     "mistral3": (
         "Mistral3Config",
@@ -64,6 +64,6 @@ def multimodal_adapter(directory: Path, out: Path, target_modules: Any) -> torch
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(5)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=target_modules, init_lora_weights=False)
-    adapted = get_peft_model(base, config).eval()
-    adapted.save_pretrained(out)
+    adapted: torch.nn.Module = get_peft_model(base, config).eval()
+    adapted.save_pretrained(out)  # type: ignore[operator]
     return adapted

@@ -157,20 +157,20 @@ class World:
             step = self.scheduler.schedule(ahead=self.late and not self.is_serial)
         if step.page_ops:
             self._compute()
-        has_tokens = bool(step.scheduled)
+        has_tokens = bool(step.requests)
         for op in step.page_ops:
             step = self._apply_or_fail(op, step)
         self.swaps_fail = False
         self._take_orders(step)
         assert step.num_tokens <= self.options.max_num_batched_tokens
-        assert len(step.scheduled) <= self.options.max_num_seqs
+        assert len(step.requests) <= self.options.max_num_seqs
         was_in_flight = bool(self.flights)
-        if step.scheduled:
+        if step.requests:
             self.flights.append(Flight(step, choose))
         else:
             self.scheduler.discard(step)
         self.outputs += self.scheduler.take_outputs()
-        has_room = self.late and bool(step.scheduled) and not (self.is_serial or step.is_awaited)
+        has_room = self.late and bool(step.requests) and not (self.is_serial or step.is_awaited)
         has_changed = was_in_flight or has_tokens or step.num_preempted > 0
         self.made_progress = has_changed or step.wake_s is not None
         self._sleeps = not has_changed and (step.wake_s is None or step.wake_s > self.now)
@@ -206,30 +206,30 @@ class World:
         said: dict[RequestId, tuple[int, ...]] = {}
         logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
         masses: dict[RequestId, list[list[float]]] = {}
-        for share in flight.step.scheduled:
-            if share.num_observed:
-                seen = sum(page != HOLE for page in share.page_table)
-                masses[share.request_id] = [[draw.random() for _ in range(seen)]] * share.num_observed
-            if not share.samples:
+        for scheduled in flight.step.requests:
+            if scheduled.num_observed:
+                seen = sum(page != HOLE for page in scheduled.page_table)
+                masses[scheduled.request_id] = [[draw.random() for _ in range(seen)]] * scheduled.num_observed
+            if not scheduled.samples:
                 continue
             if self.row_fails:
                 self.row_fails = False
                 continue
-            said[share.request_id] = self._said(share, flight.choose)
-            if self.messages[share.request_id].beams is not None:
+            said[scheduled.request_id] = self._said(scheduled, flight.choose)
+            if self.messages[scheduled.request_id].beams is not None:
                 tokens = [*draw.sample(range(30, 90), MAX_LOGPROBS - 1), EOS]
                 top = tuple(zip(draw.sample(tokens, MAX_LOGPROBS), range(0, -MAX_LOGPROBS, -1), strict=True))
-                logprobs[share.request_id] = (TokenLogprobs(*top[0], top),)
+                logprobs[scheduled.request_id] = (TokenLogprobs(*top[0], top),)
         self.outputs += self.scheduler.update_from_output(flight.step, ModelRunnerOutput(said, logprobs, masses=masses))
 
     def _says(self, choose: int, position: int) -> int:
         return 3 + (choose + position) % 5
 
-    def _said(self, share: ScheduledRequest, choose: int) -> tuple[int, ...]:
-        first = share.start + share.num_known_tokens
-        right = [self._says(choose, first + depth) for depth in range(share.num_logit_rows)]
-        agreed = (depth for depth, draft in enumerate(share.draft_token_ids) if draft != right[depth])
-        return tuple(right[: 1 + next(agreed, len(share.draft_token_ids))])
+    def _said(self, scheduled: ScheduledRequest, choose: int) -> tuple[int, ...]:
+        first = scheduled.start + scheduled.num_known_tokens
+        right = [self._says(choose, first + depth) for depth in range(scheduled.num_logit_rows)]
+        agreed = (depth for depth, draft in enumerate(scheduled.draft_token_ids) if draft != right[depth])
+        return tuple(right[: 1 + next(agreed, len(scheduled.draft_token_ids))])
 
     def _compute(self) -> None:
         """Compute the oldest step, as late as possible: when its results are wanted, or pages are to be copied."""
@@ -358,35 +358,35 @@ class World:
         """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
         filling = {page for placed in self.copying.values() for page in placed.pages}
         filling |= {page for _, copies in self.filling.values() for _, page in copies}
-        for share in step.scheduled:
-            seen = {page for place, page in enumerate(share.page_table) if place not in self._hole(share)}
+        for scheduled in step.requests:
+            seen = {page for place, page in enumerate(scheduled.page_table) if place not in self._hole(scheduled)}
             assert filling.isdisjoint(seen), "a request has a page that is being filled"
-            for position in range(share.start, share.start + len(share.token_ids)):
-                page = share.page_table[position // PAGE_SIZE]
+            for position in range(scheduled.start, scheduled.start + len(scheduled.token_ids)):
+                page = scheduled.page_table[position // PAGE_SIZE]
                 assert page != HOLE, "a token has no page"
-                self.units[page, position % PAGE_SIZE] = self._token(share, position)
-        for share in step.scheduled:
-            self._check_reads(share)
-            for key, _ in share.terms:
+                self.units[page, position % PAGE_SIZE] = self._token(scheduled, position)
+        for scheduled in step.requests:
+            self._check_reads(scheduled)
+            for key, _ in scheduled.terms:
                 self._check_adapter(key, step.placements[key])
 
-    def _check_reads(self, share: ScheduledRequest) -> None:
-        request = self.scheduler._queue.requests.get(share.request_id)
+    def _check_reads(self, scheduled: ScheduledRequest) -> None:
+        request = self.scheduler._queue.requests.get(scheduled.request_id)
         if request is not None:
-            served_as = self.messages[share.request_id].adapter_key
-            assert share.adapter_key == (None if request.fell_back else served_as)
-        for position in range(share.start + len(share.token_ids)):
-            page = share.page_table[position // PAGE_SIZE]
-            if page == HOLE or position // PAGE_SIZE in self._hole(share):
+            served_as = self.messages[scheduled.request_id].adapter_key
+            assert scheduled.adapter_key == (None if request.fell_back else served_as)
+        for position in range(scheduled.start + len(scheduled.token_ids)):
+            page = scheduled.page_table[position // PAGE_SIZE]
+            if page == HOLE or position // PAGE_SIZE in self._hole(scheduled):
                 continue
-            assert self.units[page, position % PAGE_SIZE] == self._token(share, position), (
-                f"{share.request_id} reads another's token at {position}"
+            assert self.units[page, position % PAGE_SIZE] == self._token(scheduled, position), (
+                f"{scheduled.request_id} reads another's token at {position}"
             )
 
-    def _hole(self, share: ScheduledRequest) -> range:
+    def _hole(self, scheduled: ScheduledRequest) -> range:
         """The places of pages that no row of a share sees."""
-        policy = self.messages[share.request_id].kv_policy
-        return range(0) if policy is None else policy.hole(share.start)
+        policy = self.messages[scheduled.request_id].kv_policy
+        return range(0) if policy is None else policy.hole(scheduled.start)
 
     def _check_adapter(self, key: AdapterKey, placed: PlacedAdapter) -> None:
         for panel, offset in enumerate(placed.offsets[0].tolist()):
@@ -394,11 +394,11 @@ class World:
             expected = self._adapter_tags(key, int(placed.layout.packed_offsets[0][panel]), size)
             assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
 
-    def _token(self, share: ScheduledRequest, position: int) -> int:
-        message = self.messages[share.request_id]
+    def _token(self, scheduled: ScheduledRequest, position: int) -> int:
+        message = self.messages[scheduled.request_id]
         sees = b"" if message.kv_policy is None else message.kv_policy.salt(position // PAGE_SIZE)
-        tokens = (*share.history[: share.start], *share.token_ids)
-        return _tag(share.adapter_key, message.cache_salt, sees, tokens[: position + 1])
+        tokens = (*scheduled.history[: scheduled.start], *scheduled.token_ids)
+        return _tag(scheduled.adapter_key, message.cache_salt, sees, tokens[: position + 1])
 
     def _adapter_units(self, offset: int, size: int) -> np.ndarray:
         return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]

@@ -101,7 +101,7 @@ def _remember_segments(patch: pytest.MonkeyPatch) -> None:
 
 def _mix_up_rows(patch: pytest.MonkeyPatch) -> None:
     def in_order_of_arrival(step: SchedulerOutput, *rest: Any) -> batch.ForwardBatch:
-        return replace(batch.build_batch(step, *rest), sampled=tuple(s for s in step.scheduled if s.samples))
+        return replace(batch.build_batch(step, *rest), sampled=tuple(s for s in step.requests if s.samples))
 
     patch.setattr(model_runner, "build_batch", in_order_of_arrival)
 
@@ -230,14 +230,14 @@ def _accept_anything(patch: pytest.MonkeyPatch) -> None:
     goes_on = _Path.goes_on_with
 
     def blind(self: _Path, token: int | None) -> bool:
-        drafts, at = self.share.draft_token_ids, len(self.tokens)
+        drafts, at = self.scheduled.draft_token_ids, len(self.tokens)
         return goes_on(self, drafts[at] if at < len(drafts) else token)
 
     patch.setattr(_Path, "goes_on_with", blind)
 
 
 def _keep_rejected(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ScheduledRequest, "num_known_tokens", property(lambda share: len(share.token_ids)))
+    patch.setattr(ScheduledRequest, "num_known_tokens", property(lambda scheduled: len(scheduled.token_ids)))
 
 
 @dataclass(frozen=True)

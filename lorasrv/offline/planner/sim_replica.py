@@ -290,7 +290,7 @@ class SimReplica:
         self._take_reports()
         step = self.scheduler.schedule()
         self._give_orders(step)
-        if step.scheduled or step.num_preempted:
+        if step.requests or step.num_preempted:
             self._loader.take_stall_s()
             self._pass = _Pass(step, self.now, self.now + self._seconds(step))
             return []
@@ -302,7 +302,7 @@ class SimReplica:
 
     def _seconds(self, step: SchedulerOutput) -> float:
         """Return the time of a step that nothing disturbs."""
-        if not step.scheduled:
+        if not step.requests:
             return self._costs.between_steps_s + SHORTEST_WAIT_S
         swapped = sum(len(op.pages) for op in step.page_ops if isinstance(op, SwapOut | SwapIn))
         seconds = self._step_costs.seconds(StepShape.of(step)) + self._costs.between_steps_s
@@ -310,7 +310,7 @@ class SimReplica:
 
     def _end(self, done: _Pass) -> list[SimulatedRequest]:
         self._pass = None
-        if done.step.scheduled:
+        if done.step.requests:
             self._steps += 1
             self._busy_s += self.now - done.begun_s
             held = self.memory.layout.num_pages - self.memory.num_free - self.memory.num_unused_prefix_pages
@@ -364,12 +364,12 @@ class SimReplica:
         """Sample the end token as an answer's last token, unless its length ends it, and others as far as drafts are
         right."""
         tokens = {}
-        for share in step.scheduled:
-            if share.samples and (outcome := self._live.get(share.request_id)) is not None:
-                left = outcome.request.output_tokens - share.num_generated
+        for scheduled in step.requests:
+            if scheduled.samples and (outcome := self._live.get(scheduled.request_id)) is not None:
+                left = outcome.request.output_tokens - scheduled.num_generated
                 right = (OTHER_TOKEN,) * max(0, left - 1) + (EOS,)
-                num_right = len(path_along(share.draft_token_ids, share.draft_parents, right))
-                tokens[share.request_id] = right[: num_right + 1]
+                num_right = len(path_along(scheduled.draft_token_ids, scheduled.draft_parents, right))
+                tokens[scheduled.request_id] = right[: num_right + 1]
         return ModelRunnerOutput(tokens)
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> list[SimulatedRequest]:

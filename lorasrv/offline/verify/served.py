@@ -1,6 +1,6 @@
 """Compute as a server does: its decoder, kernels and panels of a stored adapter, over a small pool.
 
-As in serving, rows with and without the adapter share each step; prompts come in two chunks, then token by token.
+As in serving, rows with and without the adapter request each step; prompts come in two chunks, then token by token.
 """
 
 from collections.abc import Sequence
@@ -144,26 +144,26 @@ class ServedModel:
         logits = self._decoder.forward(batch)
         if not samples:
             return logits, logits
-        by_id = {share.request_id: row.clone() for share, row in zip(batch.sampled, logits, strict=True)}
+        by_id = {s.request_id: row.clone() for s, row in zip(batch.sampled, logits, strict=True)}
         return by_id[WITH], by_id[WITHOUT]
 
     def _batch(self, tokens: Sequence[int], start: int, samples: bool) -> ForwardBatch:
         """Lay out a step of both sequences."""
 
-        def share(request_id: RequestId, first_page: int, key: AdapterKey | None) -> ScheduledRequest:
+        def scheduled(request_id: RequestId, first_page: int, key: AdapterKey | None) -> ScheduledRequest:
             pages = tuple(range(first_page, first_page + self._pages))
             return ScheduledRequest(request_id, tuple(tokens), start, pages, key, samples, SamplingParams(), 0)
 
-        return self._laid_out(share(WITH, 0, self._key), share(WITHOUT, self._pages, None))
+        return self._laid_out(scheduled(WITH, 0, self._key), scheduled(WITHOUT, self._pages, None))
 
     def _one(self, tokens: Sequence[int], key: AdapterKey | None, prompt_rows: range = range(0)) -> ForwardBatch:
         """Lay out rows of one adapter, of which only parts are computed."""
         ids, pages = tuple(tokens), tuple(range(self._pages))
-        share = ScheduledRequest(WITH, ids, 0, pages, key, False, SamplingParams(), 0, prompt_rows=prompt_rows)
-        return self._laid_out(share)
+        scheduled = ScheduledRequest(WITH, ids, 0, pages, key, False, SamplingParams(), 0, prompt_rows=prompt_rows)
+        return self._laid_out(scheduled)
 
-    def _laid_out(self, *shares: ScheduledRequest) -> ForwardBatch:
-        step = SchedulerOutput(shares, {self._key: self._placed}, (), AdapterOrders(), 0)
+    def _laid_out(self, *requests: ScheduledRequest) -> ForwardBatch:
+        step = SchedulerOutput(requests, {self._key: self._placed}, (), AdapterOrders(), 0)
         return build_batch(step, self._memory, self._dtype, self.ops)
 
     def _pool(self, kv_format: KVFormat) -> tuple[DevicePool, PlacedAdapter]:

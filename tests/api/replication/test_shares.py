@@ -88,7 +88,7 @@ class Engine:
         for share, future in inbox:
             future.set_result(self.bench.scheduler.quotas.set_share("mia", share))
         self.bench.now = self.clock.now
-        self.computed += sum(len(share.token_ids) for share in self.bench.step().scheduled)
+        self.computed += sum(len(share.token_ids) for share in self.bench.step().requests)
 
     def end(self, most: int = 1 << 30) -> None:
         for request in self.bench.scheduler.requests()[:most]:

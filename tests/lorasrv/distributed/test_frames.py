@@ -123,7 +123,7 @@ SUMS = {"0": (("c", 0.1), ("a", 1.0)), "z": (("a", 1.0), ("b", -0.5)), "ab": (("
 
 
 @st.composite
-def shares(draw: st.DrawFn) -> list[ScheduledRequest]:
+def requests(draw: st.DrawFn) -> list[ScheduledRequest]:
     """Requests of a step: chunks of prompts, single tokens, drafts in chains and trees, probes, asked prompt rows."""
     found = []
     for i in range(draw(st.integers(1, 6))):
@@ -156,7 +156,7 @@ def shares(draw: st.DrawFn) -> list[ScheduledRequest]:
     return found
 
 
-@given(shares())
+@given(requests())
 def test_a_rank_lays_out_the_same_rows(scheduled: list[ScheduledRequest]) -> None:
     runs = {"a": ((3, 2),), "b": ((9, 1), (5, 2)), "c": ((20, 3),)}
     placed = {AdapterKey(name): LAYOUT.place(own, PAGE_BYTES) for name, own in runs.items()}

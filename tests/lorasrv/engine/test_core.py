@@ -64,7 +64,7 @@ class Gate:
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if step is WARM_UP_STEP:
             self.num_warm_up += 1
-        elif step.scheduled:
+        elif step.requests:
             with self._changed:
                 self._is_held = True
                 assert self._changed.wait_for(self._may_pass, PATIENCE_S), "the engine was not let go on"
@@ -92,7 +92,7 @@ class Gate:
 
     def named(self, since: int = 0) -> list[list[str]]:
         """Return whose tokens were in each step."""
-        return [[_label(share.request_id) for share in step.scheduled] for step in self.steps[since:]]
+        return [[_label(scheduled.request_id) for scheduled in step.requests] for step in self.steps[since:]]
 
     def _may_pass(self) -> bool:
         return self._allowed is None or self._allowed > 0
@@ -272,11 +272,11 @@ async def test_a_long_prompt_takes_its_chunk_only(
     world.gate.open()
     for label, ask in (asks | {"long": (LONG[:300], 3, "three")}).items():
         assert await world.tokens(label) == alone(*ask)
-    shares = [{_label(s.request_id): s for s in step.scheduled} for step in world.gate.steps]
-    during = [share for share in shares if "long" in share]
-    counts = [len(share["long"].token_ids) for share in during]
+    requests = [{_label(s.request_id): s for s in step.requests} for step in world.gate.steps]
+    during = [scheduled for scheduled in requests if "long" in scheduled]
+    counts = [len(scheduled["long"].token_ids) for scheduled in during]
     assert counts == [chunk] * (300 // chunk) + [300 % chunk] * (300 % chunk > 0) + [1, 1]
-    assert all(share[label].samples for share in during for label in asks)
+    assert all(scheduled[label].samples for scheduled in during for label in asks)
 
 
 # Deadlines and limits.

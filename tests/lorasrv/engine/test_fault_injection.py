@@ -38,7 +38,7 @@ def test_misspelled(text: str) -> None:
 
 
 def _part(*token_ids: int) -> Any:
-    return SimpleNamespace(scheduled=[SimpleNamespace(token_ids=token_ids)], num_tokens=len(token_ids))
+    return SimpleNamespace(requests=[SimpleNamespace(token_ids=token_ids)], num_tokens=len(token_ids))
 
 
 def test_steps() -> None:

@@ -202,7 +202,7 @@ def test_one_that_cannot_be_computed_fails_alone(llm, undisturbed, monkeypatch, 
     before = llm.engine.metrics.snapshot().requests_failed_total
 
     def fails(step: SchedulerOutput) -> None:
-        if any(POISON in share.history for share in step.scheduled):
+        if any(POISON in scheduled.history for scheduled in step.requests):
             raise RuntimeError("forced")
 
     work = list(WORK)
@@ -257,7 +257,7 @@ def test_a_request_that_does_not_fit_alone_fails_alone_and_is_no_poison(llm, und
     known = dict(llm.engine._parts.poison._records)
 
     def fails(step: SchedulerOutput) -> None:
-        if any(share.history[0] == LONG[30] and share.start >= 8 for share in step.scheduled):
+        if any(scheduled.history[0] == LONG[30] and scheduled.start >= 8 for scheduled in step.requests):
             raise MemoryError
 
     _fail_before(llm, monkeypatch, fails)
@@ -405,7 +405,7 @@ async def test_a_request_in_two_faults_is_refused(engine, keys, monkeypatch) -> 
     """By what it asks for, whatever its seed; another adapter, another prompt and another principal are not."""
 
     def fails(step: SchedulerOutput) -> None:
-        if any(POISON in share.token_ids for share in step.scheduled):
+        if any(POISON in scheduled.token_ids for scheduled in step.requests):
             raise RuntimeError("forced")
 
     async def say(prompt: list[int], key: AdapterKey | None = None, **options: Any) -> int:
@@ -517,8 +517,8 @@ def test_every_way_of_choosing(make, monkeypatch: pytest.MonkeyPatch, pages: int
 
     def before(step: SchedulerOutput) -> None:
         nonlocal when
-        may = number == 1 or len(step.scheduled) > 1
-        when = chance.choice(["before", "after"]) if number in fails and may and step.scheduled else None
+        may = number == 1 or len(step.requests) > 1
+        when = chance.choice(["before", "after"]) if number in fails and may and step.requests else None
         if when == "before":
             raise error("forced")
 

@@ -41,7 +41,7 @@ def test_a_draft_token_costs_what_another_request_would() -> None:
     """A row to compute, and a row of logits."""
     plain = ScheduledRequest(RequestId("a"), (7,), 9, (0,), None, True, SamplingParams(), 1)
     drafted = replace(plain, token_ids=(7, 8, 9), drafts=PlannedDrafts((8, 9)))
-    shapes = [StepShape.of(SchedulerOutput((share,), {}, (), AdapterOrders(), 0)) for share in (plain, drafted)]
+    shapes = [StepShape.of(SchedulerOutput((scheduled,), {}, (), AdapterOrders(), 0)) for scheduled in (plain, drafted)]
     assert [(s.tokens, s.requests, s.pairs) for s in shapes] == [(1, 1, 10), (3, 3, 33)]
     assert drafted.without_drafts() == plain
 

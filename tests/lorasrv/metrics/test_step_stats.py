@@ -13,24 +13,27 @@ from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerO
 MIA, TOM = AdapterKey("m"), AdapterKey("t")
 
 
-def share(number: int, rows: int, key: AdapterKey | None = None, adapter_id: str = "") -> ScheduledRequest:
+def scheduled(number: int, rows: int, key: AdapterKey | None = None, adapter_id: str = "") -> ScheduledRequest:
     ids = tuple(range(rows))
     return ScheduledRequest(
         RequestId(f"r{number}"), ids, 0, (), key, True, SamplingParams(), 0, account=(adapter_id, key)
     )
 
 
-def step(*shares: ScheduledRequest) -> SchedulerOutput:
-    placements: dict[AdapterKey, Any] = {s.adapter_key: None for s in shares if s.adapter_key is not None}
-    return SchedulerOutput(shares, placements, (), AdapterOrders(), 0)
+def step(*requests: ScheduledRequest) -> SchedulerOutput:
+    placements: dict[AdapterKey, Any] = {s.adapter_key: None for s in requests if s.adapter_key is not None}
+    return SchedulerOutput(requests, placements, (), AdapterOrders(), 0)
 
 
 def test_by_tokens_and_by_who_asked() -> None:
     book = StepStats()
     book.on_step_computed(
-        step(share(0, 6, MIA, "mia"), share(1, 1, MIA, "also-mia"), share(2, 1, TOM, "tom"), share(3, 4)), 12.0
+        step(
+            scheduled(0, 6, MIA, "mia"), scheduled(1, 1, MIA, "also-mia"), scheduled(2, 1, TOM, "tom"), scheduled(3, 4)
+        ),
+        12.0,
     )
-    book.on_step_computed(step(share(3, 1)), 0.5)
+    book.on_step_computed(step(scheduled(3, 1)), 0.5)
     book.on_step_computed(step(), 99.0)
     spent = book.take()
     assert spent.seconds == {

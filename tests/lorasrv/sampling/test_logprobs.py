@@ -130,9 +130,9 @@ def test_a_step_computes_few_rows_of_prompts_and_delays_no_other_request(llm: LL
     run = llm.engine._parts.executor.runner.run
 
     def noted(step: Any) -> Any:
-        rows.append(sum(len(share.prompt_rows) for share in step.scheduled))
-        assert all(share.token_ids for share in step.scheduled)
-        names.append([share.request_id for share in step.scheduled])
+        rows.append(sum(len(scheduled.prompt_rows) for scheduled in step.requests))
+        assert all(scheduled.token_ids for scheduled in step.requests)
+        names.append([scheduled.request_id for scheduled in step.requests])
         return run(step)
 
     llm.engine._parts.executor.runner.run = noted  # type: ignore[method-assign]
@@ -147,11 +147,11 @@ def test_a_step_computes_few_rows_of_prompts_and_delays_no_other_request(llm: LL
 def test_an_adapter_without_numbers_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model_runner.prompt_logprobs
 
-    def spoilt(logits: torch.Tensor, shares: Any) -> Any:
+    def spoilt(logits: torch.Tensor, requests: Any) -> Any:
         logits = logits.clone()
-        if shares and shares[0].adapter_key is None:
+        if requests and requests[0].adapter_key is None:
             logits[:5] = math.nan
-        return whole(logits, shares)
+        return whole(logits, requests)
 
     monkeypatch.setattr(model_runner, "prompt_logprobs", spoilt)
     messages = [llm._message(LONG[:9], replace(GREEDY, prompt_logprobs=0), llm._find(name)) for name in (None, "one")]

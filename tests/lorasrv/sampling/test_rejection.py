@@ -108,11 +108,11 @@ def chain(seed: int, unseeded: SamplingParams, is_drafter: bool = True) -> tuple
 
 def verified(seed: int, unseeded: SamplingParams, is_drafter: bool = True) -> tuple[int, ...]:
     tokens, dists = chain(seed, unseeded, is_drafter)
-    share = ScheduledRequest(
+    scheduled = ScheduledRequest(
         RequestId("r"), (0, *tokens), 0, (0,), None, True, seeded(seed, unseeded), 0, (0,), by_rejection=True,
         drafts=PlannedDrafts(tuple(tokens)),
     )  # fmt: skip
-    said = choose_tokens(NEXT_P[[0, *tokens]], [share], lambda _, at: dists[at])
+    said = choose_tokens(NEXT_P[[0, *tokens]], [scheduled], lambda _, at: dists[at])
     return said[RequestId("r")]
 
 
@@ -120,14 +120,14 @@ def verified_tree(seed: int, unseeded: SamplingParams, chosen: tuple[int, int], 
     """The same with a chain that was chosen, likelier than the drawn one or not; both as a tree."""
     tokens, dists = chain(seed, unseeded)
     tree = Proposal.merged([Chain("drawn", tokens, (0.5, 0.4)), Chain("chosen", chosen, (survival, survival - 0.1))])
-    share = ScheduledRequest(
+    scheduled = ScheduledRequest(
         RequestId("r"), (0, *tree.token_ids), 0, (0,), None, True, seeded(seed, unseeded), 0, (0,), by_rejection=True,
         drafts=PlannedDrafts(tree.token_ids, tree.drafters, parents=tree.parents),
     )  # fmt: skip
     depths = depths_of(tree.parents)
     said = choose_tokens(
         NEXT_P[[0, *tree.token_ids]],
-        [share],
+        [scheduled],
         lambda _, at: dists[depths[at] - 1] if tree.drafters[at] == "drawn" else None,
     )
     return said[RequestId("r")]

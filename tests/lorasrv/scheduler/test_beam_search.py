@@ -158,7 +158,7 @@ def test_pages_are_shared_and_copied_on_write(llm: LLM, monkeypatch: pytest.Monk
     run = runner.run
 
     def noted(step: Any) -> Any:
-        held.append(len({page for share in step.scheduled for page in share.page_table}))
+        held.append(len({page for scheduled in step.requests for page in scheduled.page_table}))
         return run(step)
 
     monkeypatch.setattr(runner, "run", noted)

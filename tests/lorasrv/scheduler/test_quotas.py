@@ -120,7 +120,7 @@ def test_a_rate_says_when_it_is_paid_and_loses_nothing() -> None:
     bench.add("mia", prompt=9, max_tokens=6, adapter_id="mia")
     bench.step()
     idle = bench.step()
-    assert not idle.scheduled
+    assert not idle.requests
     assert idle.wake_s is not None
     assert bench.now < idle.wake_s <= bench.now + 4
     bench.run()
@@ -140,8 +140,8 @@ def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
     for _ in range(400):
         bench.arrive()
         bench.step()
-        held = sum(len(share.page_table) for share in bench.steps[-1].scheduled)
-        pages = bench.adapters.placed(key).num_pages if bench.steps[-1].scheduled else 0
+        held = sum(len(share.page_table) for share in bench.steps[-1].requests)
+        pages = bench.adapters.placed(key).num_pages if bench.steps[-1].requests else 0
         assert held + pages <= bytes_
         if not bench.scheduler.has_requests:
             break
@@ -164,7 +164,7 @@ def test_what_stands_behind_one_that_can_never_run_goes_on() -> None:
     for _ in range(80):
         if not bench.scheduler.has_requests:
             break
-        assert step.scheduled or step.wake_s is not None, "the engine would sleep"
+        assert step.requests or step.wake_s is not None, "the engine would sleep"
         step = bench.step()
     bench.outputs += bench.scheduler.take_outputs()
     assert bench.ends()["large"] is FinishReason.REFUSED
@@ -180,7 +180,7 @@ def test_two_rates_are_waited_for_and_nobody_spins() -> None:
     bench.add("again", prompt=60, max_tokens=100, adapter_id="mia")
     for _ in range(400):
         step = bench.step()
-        assert step.scheduled or (step.wake_s is not None and step.wake_s > bench.now)
+        assert step.requests or (step.wake_s is not None and step.wake_s > bench.now)
 
 
 def test_lowering_a_limit_ends_what_could_never_run() -> None:
@@ -206,7 +206,7 @@ def test_a_share_bounds_what_begins_and_not_what_runs() -> None:
     for i in range(5):
         bench.add(f"r{i}", 8, 200, adapter_id="mia")
     step = bench.step()
-    assert not step.scheduled
+    assert not step.requests
     assert step.wake_s is None, "only another share helps"
     share = LimitShare(3, 50.0)
     assert quotas.set_share("mia", share) == share
@@ -220,7 +220,7 @@ def test_a_share_bounds_what_begins_and_not_what_runs() -> None:
         bench.scheduler.finish(RequestId(name), RequestStatus.FINISHED_ABORTED)
     assert quotas.set_share("mia", NO_SHARE) == NO_SHARE
     bench.now += 10.0
-    assert not bench.step().scheduled
+    assert not bench.step().requests
     assert quotas.set_share("mia", WHOLE) == WHOLE
     assert names(bench.step()) == ["r3", "r4"]
 
@@ -247,7 +247,7 @@ def test_a_share_refuses_nothing_that_the_limit_allows() -> None:
     quotas.set_share("mia", LimitShare(2, None))
     bench.add_beams("b", 8, 6, 4, adapter_id="mia")
     for _ in range(5):
-        assert not bench.step().scheduled, "what it cannot use, it does not hold"
+        assert not bench.step().requests, "what it cannot use, it does not hold"
     quotas.set_share("mia", LimitShare(4, None))
     bench.step()
     assert bench.scheduler.quotas.set_share("mia", NO_SHARE) == LimitShare(4, 0.0), "beams that are still to come count"
@@ -307,7 +307,7 @@ def test_a_group_that_leaves_while_it_does_not_run_wakes_those_that_waited_for_i
     for request in [r for r in bench.scheduler.requests() if r.status is RequestStatus.RUNNING]:
         bench.scheduler._planner.preempt(request)
     for _ in range(3):
-        assert not bench.step().scheduled
+        assert not bench.step().requests
     bench.scheduler.finish(RequestId("first"), RequestStatus.FINISHED_ABORTED)
     assert names(bench.step()) == ["second"]
 

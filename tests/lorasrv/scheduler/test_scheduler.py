@@ -23,7 +23,7 @@ def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
     bench.add("short", prompt=2, max_tokens=20)
     bench.step()
     bench.add("long", prompt=40)
-    chunks = [{s.request_id: len(s.token_ids) for s in bench.step().scheduled} for _ in range(3)]
+    chunks = [{s.request_id: len(s.token_ids) for s in bench.step().requests} for _ in range(3)]
     assert chunks == [{"short": 1, "long": 15}, {"short": 1, "long": 15}, {"short": 1, "long": 10}]
     assert bench.tokens("long") == 1, "only the last chunk samples"
     assert bench.tokens("short") == 4
@@ -156,11 +156,11 @@ def test_a_choice_on_another_adapter_than_the_first_one_shares_nothing_with_it()
     bench.bring(KEYS[0])
     bench.add("second", prompt=9, max_tokens=9, key=KEYS[0], on_cold=OnCold.FALLBACK_BASE, fork_of=RequestId("first"))
     step = bench.step()
-    shares = {s.request_id: s for s in step.scheduled}
-    assert shares["first"].adapter_key is None
-    assert shares["second"].adapter_key == KEYS[0]
-    assert shares["second"].start == 0
-    assert not set(shares["first"].page_table) & set(shares["second"].page_table)
+    requests = {s.request_id: s for s in step.requests}
+    assert requests["first"].adapter_key is None
+    assert requests["second"].adapter_key == KEYS[0]
+    assert requests["second"].start == 0
+    assert not set(requests["first"].page_table) & set(requests["second"].page_table)
 
 
 def test_idle_adapters_make_room_for_growing_requests() -> None:

@@ -50,8 +50,8 @@ def test_no_slot_is_empty_while_somebody_could_have_it(policy: str, load, slots:
         }
         done = bench.step()
         wanting = {r.request_id for r in bench.scheduler.requests()} & could - set(names(done))
-        assert len(done.scheduled) == min(slots, len(could)) or done.num_tokens == 64 + slots or not wanting
-        assert bool(done.scheduled) == bool(could)
+        assert len(done.requests) == min(slots, len(could)) or done.num_tokens == 64 + slots or not wanting
+        assert bool(done.requests) == bool(could)
         if step > 30 and not bench.scheduler.has_requests:
             break
     assert len(bench.ends()) == len(load)
@@ -147,10 +147,10 @@ class _Service:
 
     def count(self, owner: dict[str, str], prompts: dict[str, int]) -> None:
         """What the last step has done."""
-        for share in self._bench.steps[-1].scheduled:
-            generated = int(share.samples)
-            tokens = PROMPT_WEIGHT * (len(share.token_ids) - generated) + ANSWER_WEIGHT * generated
-            self.served[owner[share.request_id]] += tokens
+        for scheduled in self._bench.steps[-1].requests:
+            generated = int(scheduled.samples)
+            tokens = PROMPT_WEIGHT * (len(scheduled.token_ids) - generated) + ANSWER_WEIGHT * generated
+            self.served[owner[scheduled.request_id]] += tokens
 
 
 @given(data=st.data())

@@ -16,7 +16,7 @@ AMPLE = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=0, enable_prefix_cach
 
 def sleeps(bench: Bench, step: SchedulerOutput) -> bool:
     """Whether the engine, which has had this step, makes no other until it gets a message."""
-    is_moving = step.scheduled or step.num_preempted or bench.loading or bench.copying
+    is_moving = step.requests or step.num_preempted or bench.loading or bench.copying
     return not is_moving and (step.wake_s is None or step.wake_s > bench.now)
 
 

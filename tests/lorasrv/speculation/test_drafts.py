@@ -297,7 +297,7 @@ class TestFaults:
 
         def failing(step: Any) -> Any:
             output = run(step)
-            spoilt = [s.request_id for s in step.scheduled if s.draft_token_ids][:num_failing]
+            spoilt = [s.request_id for s in step.requests if s.draft_token_ids][:num_failing]
             steps.append(len(spoilt))
             return replace(output, sampled={rid: t for rid, t in output.sampled.items() if rid not in spoilt})
 
@@ -328,9 +328,9 @@ class TestFaults:
         def spoilt(batch: Any) -> torch.Tensor:
             logits = forward(batch).clone()
             decoder._likeliest = None  # it is looked for in these
-            [share] = batch.sampled
-            position = share.start + share.num_known_tokens - 1
-            for row in range(share.num_logit_rows):
+            [scheduled] = batch.sampled
+            position = scheduled.start + scheduled.num_known_tokens - 1
+            for row in range(scheduled.num_logit_rows):
                 if (position + row >= len(PROMPT) + 9) == on_path and (row or on_path):
                     logits[row] = torch.nan
                     spoilt_rows.append(row)
@@ -383,13 +383,13 @@ def _row_after(field: str, of: Callable[[ScheduledRequest], object]) -> tuple[ob
     return (
         SamplingMetadata,
         "after",
-        lambda real: staticmethod(lambda share, *rest: real(share, *rest)._replace(**{field: of(share)})),
+        lambda real: staticmethod(lambda scheduled, *rest: real(scheduled, *rest)._replace(**{field: of(scheduled)})),
     )
 
 
 def _agrees(goes_on: Any) -> Any:
     def blind(path: _Path, token: int | None) -> bool:
-        drafts, at = path.share.draft_token_ids, len(path.tokens)
+        drafts, at = path.scheduled.draft_token_ids, len(path.tokens)
         return goes_on(path, drafts[at] if at < len(drafts) else token)
 
     return blind
@@ -413,13 +413,17 @@ def _shifts(rows_of: Any) -> Any:
 SABOTAGE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "accepts anything": (_Path, "goes_on_with", _agrees),
     "keeps pages": (RequestAllocator, "truncate_drafts", lambda _: lambda *_: None),
-    "draws the first one's chance": _row_after("num_generated", lambda share: share.num_generated),
-    "forgets the path": _row_after("history", lambda share: share.history),
-    "stands still in the grammar": _row_after("constraint", lambda share: share.constraint),
+    "draws the first one's chance": _row_after("num_generated", lambda scheduled: scheduled.num_generated),
+    "forgets the path": _row_after("history", lambda scheduled: scheduled.history),
+    "stands still in the grammar": _row_after("constraint", lambda scheduled: scheduled.constraint),
     "follows the scheduler's own grammar": (GrammarState, "copy", lambda _: lambda state: state),
     "offers the token that is not computed yet": (KVCacheManager, "cache_full_pages", _keeps_eagerly),
     "takes the last row's logits": (step_rows, "_logit_rows", _shifts),
-    "charges ahead": (ScheduledRequest, "num_known_tokens", lambda _: property(lambda share: len(share.token_ids))),
+    "charges ahead": (
+        ScheduledRequest,
+        "num_known_tokens",
+        lambda _: property(lambda scheduled: len(scheduled.token_ids)),
+    ),
 }
 
 

@@ -88,7 +88,9 @@ def test_probes_see_their_own_path(model: Path, library: AdapterStore, monkeypat
     def recorded(self: ModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
         output = run(self, step)
         seen.extend(
-            (share, output.probed[share.request_id]) for share in step.scheduled if share.drafts.probes.token_ids
+            (scheduled, output.probed[scheduled.request_id])
+            for scheduled in step.requests
+            if scheduled.drafts.probes.token_ids
         )
         return output
 
@@ -97,9 +99,9 @@ def test_probes_see_their_own_path(model: Path, library: AdapterStore, monkeypat
         looking.run([Ask(PROMPT, replace(GREEDY, max_tokens=20))])
     assert len(seen) > 5
     assert max(len(tokens) for _, tokens in seen) == PLACES * (LENGTH - 1)
-    for share, behind in seen:
-        probes = share.drafts.probes
-        known = share.history[: share.start + share.num_known_tokens]
+    for scheduled, behind in seen:
+        probes = scheduled.drafts.probes
+        known = scheduled.history[: scheduled.start + scheduled.num_known_tokens]
         paths: list[list[int]] = []
         for token, parent in zip(probes.token_ids, probes.parents, strict=True):
             paths.append([*(paths[parent] if parent >= 0 else ()), token])

@@ -145,9 +145,9 @@ def test_heads_guess_what_transformers_says(
 
     def recorded(self: MedusaRunner, step: Any, asking: Any, said: Any, last: Any) -> DrafterOutput:
         output = draft(self, step, asking, said, last)
-        for share in asking:
-            tokens = [*share.history, *said[share.request_id]]
-            drafts.append((tokens, output.drafts[share.request_id].token_ids))
+        for scheduled in asking:
+            tokens = [*scheduled.history, *said[scheduled.request_id]]
+            drafts.append((tokens, output.drafts[scheduled.request_id].token_ids))
         return output
 
     monkeypatch.setattr(MedusaRunner, "draft", recorded)
@@ -232,10 +232,14 @@ def test_rows_with_heads_and_without_share_steps(
         monkeypatch.setattr(drafting.runner, "run", lambda step: steps.append(step) or run(step))
         same_answers(plain, drafting, asks)
         assert drafting.scheduler.speculator.accounts.by_drafter["medusa"].accepted > 10
-    drafted = {share.adapter_key for step in steps for share in step.scheduled if share.draft_token_ids}
+    drafted = {scheduled.adapter_key for step in steps for scheduled in step.requests if scheduled.draft_token_ids}
     assert drafted == {plain.key(name) for name in (NAMES if of_base else ("one", "three"))}
-    together = [step.scheduled for step in steps if len({share.adapter_key for share in step.scheduled}) == len(NAMES)]
-    assert any(0 < sum(bool(share.draft_token_ids) for share in shares) < len(shares) for shares in together)
+    together = [
+        step.requests for step in steps if len({scheduled.adapter_key for scheduled in step.requests}) == len(NAMES)
+    ]
+    assert any(
+        0 < sum(bool(scheduled.draft_token_ids) for scheduled in requests) < len(requests) for requests in together
+    )
 
 
 class TestDraftHeads:

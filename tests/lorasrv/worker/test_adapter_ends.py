@@ -112,12 +112,12 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints: Any, tmp_path: Path, f
     called.decoder._program = None
     table, shown = tuple(range(10)), {}
     for names in ((None, "plain"), ("embedding", None), ("head", "plain"), ("both", "embedding")):
-        shares = [(name, PROMPT, 0, tuple(10 * i + page for page in table)) for i, name in enumerate(names)]
-        got, want = recorded.logits(shares), called.logits(shares)
-        assert all(torch.equal(got[i], want[i]) for i in range(len(shares)))
+        requests = [(name, PROMPT, 0, tuple(10 * i + page for page in table)) for i, name in enumerate(names)]
+        got, want = recorded.logits(requests), called.logits(requests)
+        assert all(torch.equal(got[i], want[i]) for i in range(len(requests)))
         best, changes_head = recorded.decoder.likeliest, {"head", "both"} & {*names}
         assert (best is None) == bool(changes_head)
-        assert best is None or sorted(best.tolist()) == sorted(got[i].argmax().item() for i in range(len(shares)))
+        assert best is None or sorted(best.tolist()) == sorted(got[i].argmax().item() for i in range(len(requests)))
         shown |= {name: got[i] for i, name in enumerate(names)}
     assert all((shown[None] - own).abs().max() > 1e-3 for name, own in shown.items() if name), "nothing changed"
 
@@ -129,9 +129,9 @@ def test_every_set_of_kernels(tiny_hf_checkpoints: Any, tmp_path: Path, kernels:
     oracles = Oracles(directory, tmp_path, HEADS)
     served = HandDecoder(directory, oracles.folders, tmp_path / "store", kernels, in_runs=2)
     prompts = [[*PROMPT[i:], 396, 200] for i in range(len(oracles.models))]
-    shares = [(name, prompts[i], 0, tuple(range(i * 10, i * 10 + 10))) for i, name in enumerate(oracles.models)]
-    for i, got in served.logits(shares).items():
-        oracles.check(shares[i][0], got, shares[i][1])
+    requests = [(name, prompts[i], 0, tuple(range(i * 10, i * 10 + 10))) for i, name in enumerate(oracles.models)]
+    for i, got in served.logits(requests).items():
+        oracles.check(requests[i][0], got, requests[i][1])
 
 
 def test_drafts_are_verified_with_the_adapters_own_head(tiny_hf_checkpoints: Any, tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_drafts_are_verified_with_the_adapters_own_head(tiny_hf_checkpoints: Any
     oracles = Oracles(directory, tmp_path, {"head": HEADS["head"]})
     served = HandDecoder(directory, oracles.folders, tmp_path / "store", "numba", weights="none")
     drafts = (7, 300, 12)
-    shares = []
+    requests = []
     for i, name in enumerate(oracles.models):
-        share = served.share(name, PROMPT, 0, tuple(range(i * 10, i * 10 + 10)))
-        shares.append(replace(share, token_ids=(*PROMPT, *drafts), drafts=PlannedDrafts(drafts)))
-    for name, rows in zip(oracles.models, served.run(shares), strict=True):
+        scheduled = served.scheduled(name, PROMPT, 0, tuple(range(i * 10, i * 10 + 10)))
+        requests.append(replace(scheduled, token_ids=(*PROMPT, *drafts), drafts=PlannedDrafts(drafts)))
+    for name, rows in zip(oracles.models, served.run(requests), strict=True):
         assert len(rows) == len(drafts) + 1
         for i, got in enumerate(rows):
             oracles.check(name, got, [*PROMPT, *drafts[:i]])

@@ -116,10 +116,10 @@ class Served:
         self.graphs.append(FakeGraph(self.gpu, compute))
         return self.graphs[-1]
 
-    def step(self, shares: list[Share]) -> SchedulerOutput:
+    def step(self, requests: list[Share]) -> SchedulerOutput:
         """Return a step; a share of `PIECE` tokens is part of a prompt, without its end."""
         scheduled, first = [], 0
-        for i, (name, before, *counts) in enumerate(shares):
+        for i, (name, before, *counts) in enumerate(requests):
             tokens, guessed = (*counts, 0)[:2] if counts else (1, 0)
             pages = tuple(range(first, first - (-(before + tokens) // PAGE_SIZE)))
             first += len(pages)
@@ -128,7 +128,7 @@ class Served:
             rest = (name, tokens != PIECE, SamplingParams(), 0)
             scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest, drafts=drafts))
         assert first <= self.end
-        used = {name: self.placements[name] for name, *_ in shares if name is not None}
+        used = {name: self.placements[name] for name, *_ in requests if name is not None}
         return SchedulerOutput(tuple(scheduled), used, (), (), 0)
 
     def eager(self, step: SchedulerOutput) -> tuple[torch.Tensor, list[str]]:
@@ -201,10 +201,10 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
     replays: list[int],
 ) -> None:
     served, plain = Served(folder, gpu=gpu, kv_format=kv_format), Served(folder, kv_format=kv_format)
-    for shares in steps:
-        want, of = plain.eager(plain.step(shares))
-        logits, scheduled = served.graphed.compute(served.step(shares))
-        assert [s.request_id for s in scheduled] == of
+    for requests in steps:
+        want, of = plain.eager(plain.step(requests))
+        logits, sampled = served.graphed.compute(served.step(requests))
+        assert [s.request_id for s in sampled] == of
         torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
         for layer in range(2):
             torch.testing.assert_close(served.held(layer), plain.held(layer), rtol=1e-4, atol=step_of_a_code)
@@ -216,9 +216,9 @@ def test_steps_replayed_from_graphs_are_those_computed_without(
 def test_what_a_graph_reads_lives_as_long(folder: Path, gpu: FakeGpu) -> None:
     """Memory that dies after the capture belongs to others when it is replayed."""
     served, plain = Served(folder, gpu=gpu), Served(folder, "torch")
-    for shares in STEPS[:2]:
-        want, _ = plain.eager(plain.step(shares))
-        logits, _ = served.graphed.compute(served.step(shares))
+    for requests in STEPS[:2]:
+        want, _ = plain.eager(plain.step(requests))
+        logits, _ = served.graphed.compute(served.step(requests))
         torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
     assert [(graph.num_replays, graph.lost()) for graph in served.graphs] == [(1, [])]
 
@@ -228,12 +228,12 @@ def test_pending_tokens_are_those_of_the_step_before(folder: Path, gpu: FakeGpu)
     served, plain = Served(folder, gpu=gpu), Served(folder, "torch")
     for tokens in ([11, 3, 29], [8, 30, 5]):
         step = plain.step([("a", 5), (None, 9), ("b", 17)])
-        known = [replace(s, token_ids=(t,)) for s, t in zip(step.scheduled, tokens, strict=True)]
+        known = [replace(s, token_ids=(t,)) for s, t in zip(step.requests, tokens, strict=True)]
         want, of = plain.eager(step.only(known))
-        pending = [replace(s, token_ids=(PENDING,)) for s in step.scheduled[:2]] + known[2:]
-        last = LaunchedStep(step.scheduled, torch.tensor(tokens, device=DEVICE))
-        logits, scheduled = served.graphed.compute(step.only(pending), last)
-        assert [s.request_id for s in scheduled] == of
+        pending = [replace(s, token_ids=(PENDING,)) for s in step.requests[:2]] + known[2:]
+        last = LaunchedStep(step.requests, torch.tensor(tokens, device=DEVICE))
+        logits, sampled = served.graphed.compute(step.only(pending), last)
+        assert [s.request_id for s in sampled] == of
         torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
     assert [graph.num_replays for graph in served.graphs] == [1]
 
@@ -270,7 +270,7 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -
     owned = served.step([(None, 5)])
     for layer in range(2):
         pages = served.memory.slab(layer).view(PAGES, -1)
-        pages[len(owned.scheduled[0].page_table) :] = 0xFF
+        pages[len(owned.requests[0].page_table) :] = 0xFF
     step = served.step([(None, 5), (None, 3), (None, 2)])
     for _ in range(2):
         logits, _ = served.graphed.compute(step)
@@ -284,11 +284,11 @@ def test_padding_rows_write_to_no_page_of_the_pool(folder: Path, gpu: FakeGpu) -
 
 def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
     served = Served(folder)
-    (share,) = served.step([(None, 0, 3)]).scheduled
-    asks = replace(share, prompt_rows=range(2))
-    tree = replace(share, drafts=PlannedDrafts(share.token_ids[1:], parents=(-1, -1)))
-    for shares in ([asks], [tree], served.step([(None, i) for i in range(5)]).scheduled):
-        assert served.graphed.compute(SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)) is None
+    (scheduled,) = served.step([(None, 0, 3)]).requests
+    asks = replace(scheduled, prompt_rows=range(2))
+    tree = replace(scheduled, drafts=PlannedDrafts(scheduled.token_ids[1:], parents=(-1, -1)))
+    for requests in ([asks], [tree], served.step([(None, i) for i in range(5)]).requests):
+        assert served.graphed.compute(SchedulerOutput(tuple(requests), {}, (), AdapterOrders(), 0)) is None
     assert served.graphs == []
     assert (buckets(1), buckets(20), buckets(64)[-1]) == ((1,), (1, 2, 4, 8, 16, 24), 64)
     assert buckets(100)[-3:] == (64, 96, 128)
@@ -333,8 +333,8 @@ def test_buckets_are_made_once(folder: Path, gpu: FakeGpu, monkeypatch: pytest.M
     served = Served(folder, gpu=gpu)
     served.graphed._forward = lambda batch: torch.zeros((len(batch.token_ids), 40), device=DEVICE)
     for _ in range(2):
-        for shares in ([(None, 500)], [(None, 300), (None, 2)], [(None, 5)]):
-            assert served.graphed.compute(served.step(shares)) is not None
+        for requests in ([(None, 500)], [(None, 300), (None, 2)], [(None, 5)]):
+            assert served.graphed.compute(served.step(requests)) is not None
     assert [(capacity.rows, capacity.small_items) for capacity in made] == [(1, 4), (2, 8), (1, 1)]
 
 

@@ -263,13 +263,13 @@ def _said(gpu: FakeGpu | None, asks_logprobs_at: int = -1, steps: int = 5) -> li
     said: list[Any] = []
     launched: list[Any] = []
     for number in range(steps):
-        shares = []
+        requests = []
         for i, sampling in enumerate(SAMPLING):
             ids = (3 * i, 5, 7) if not number else (PENDING,) if gpu else said[-1][str(i)]
             asks = replace(sampling, logprobs=2) if number == asks_logprobs_at else sampling
             rest = ((2 * i, 2 * i + 1), None, True, asks, number)
-            shares.append(ScheduledRequest(RequestId(str(i)), ids, number + 2 if number else 0, *rest))
-        step = SchedulerOutput(tuple(shares), {}, (), AdapterOrders(), 0)
+            requests.append(ScheduledRequest(RequestId(str(i)), ids, number + 2 if number else 0, *rest))
+        step = SchedulerOutput(tuple(requests), {}, (), AdapterOrders(), 0)
         if gpu is None:
             said.append(runner.run(step).sampled)
         else:
@@ -298,9 +298,9 @@ def test_tokens_are_read_when_they_are_there() -> None:
 
 
 def test_a_row_without_a_token_is_none_and_harms_no_next_step() -> None:
-    shares = [ScheduledRequest(RequestId(name), (1,), 0, (0,), None, True, SAMPLING[0], 0) for name in "ab"]
+    requests = [ScheduledRequest(RequestId(name), (1,), 0, (0,), None, True, SAMPLING[0], 0) for name in "ab"]
     with FakeGpu() as gpu:
-        launched = LaunchedStep(shares, torch.tensor([NO_TOKEN, 5], device=DEVICE))
+        launched = LaunchedStep(requests, torch.tensor([NO_TOKEN, 5], device=DEVICE))
         token_ids = torch.tensor([9, PENDING, PENDING], device=DEVICE)
         launched.fill(token_ids, [(1, RequestId("b")), (2, RequestId("a"))])
         assert (token_ids.tolist(), launched.wait()) == ([9, 5, 0], {"b": (5,)})
@@ -309,11 +309,11 @@ def test_a_row_without_a_token_is_none_and_harms_no_next_step() -> None:
 
 def test_a_step_behind_one_that_was_not_launched_is_not_either() -> None:
     """Its tokens would be no numbers of tokens."""
-    share = ScheduledRequest(RequestId("a"), (PENDING,), 3, (0,), None, True, SAMPLING[0], 0)
+    scheduled = ScheduledRequest(RequestId("a"), (PENDING,), 3, (0,), None, True, SAMPLING[0], 0)
     memory = DevicePool(SPEC, 2, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=False)
     runner = ModelRunner(_weights(CPU), memory, DecoderLimits(64, 16, 1, torch.float32), Ops(CPU, "torch"))
     executor = LaunchingExecutor(runner)
-    handle = executor.submit(SchedulerOutput((share,), {}, (), AdapterOrders(), 0))
+    handle = executor.submit(SchedulerOutput((scheduled,), {}, (), AdapterOrders(), 0))
     with pytest.raises(RuntimeError, match="could not be launched"):
         executor.collect(handle)
 

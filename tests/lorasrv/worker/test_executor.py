@@ -327,7 +327,7 @@ class TestDefaults:
             def noted(step: Any) -> None:
                 assert not (step.num_guessed_tokens and both.engine._in_flight), "planned before acceptance"
                 assert step.is_awaited == bool(step.num_guessed_tokens)
-                seen.append((len(step.scheduled), step.num_guessed_tokens))
+                seen.append((len(step.requests), step.num_guessed_tokens))
                 submit(step)
 
             both.engine._submit = noted  # type: ignore[method-assign]
@@ -461,7 +461,7 @@ class TestFailures:
         compute = late_engine.runner._batch
 
         def failing(step: Any, *last: Any) -> Any:
-            if any(s.request_id == "1.0" and s.start >= len(PROMPT) + 3 for s in step.scheduled):
+            if any(s.request_id == "1.0" and s.start >= len(PROMPT) + 3 for s in step.requests):
                 raise RuntimeError("as asked")
             return compute(step, *last)
 

@@ -21,10 +21,10 @@ TREE = (-1, 0, 0, -1, 2, 4, 3, -1, 5, 8, 1, 9)
 CHAIN = tuple(range(-1, 11))
 
 
-def drafted(share: ScheduledRequest, drafts: Sequence[int], parents: tuple[int, ...]) -> ScheduledRequest:
+def drafted(scheduled: ScheduledRequest, drafts: Sequence[int], parents: tuple[int, ...]) -> ScheduledRequest:
     """The share with draft tokens behind its own."""
-    tokens = (*share.token_ids, *drafts)
-    return replace(share, token_ids=tokens, drafts=PlannedDrafts(tuple(drafts), parents=parents))
+    tokens = (*scheduled.token_ids, *drafts)
+    return replace(scheduled, token_ids=tokens, drafts=PlannedDrafts(tuple(drafts), parents=parents))
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
@@ -35,19 +35,19 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
-def share(count: int, start: int, drafts: int = 0, parents: tuple[int, ...] = ()) -> ScheduledRequest:
+def scheduled(count: int, start: int, drafts: int = 0, parents: tuple[int, ...] = ()) -> ScheduledRequest:
     pages = tuple(range(-(-(start + count + drafts) // PAGE_SIZE)))
     plain = ScheduledRequest(RequestId("a"), (5,) * count, start, pages, None, True, SamplingParams(), 0)
     return drafted(plain, range(20, 20 + drafts), parents)
 
 
-def rows_of(*shares: ScheduledRequest) -> StepRows:
-    return StepRows.of(SchedulerOutput(shares, {}, (), AdapterOrders(), 0))
+def rows_of(*requests: ScheduledRequest) -> StepRows:
+    return StepRows.of(SchedulerOutput(requests, {}, (), AdapterOrders(), 0))
 
 
 def test_a_position_is_a_depth() -> None:
-    tree, chain = share(2, 10, 5, (-1, 0, 0, -1, 2)), share(1, 7, 2)
-    rows = rows_of(tree, share(3, 0), chain)
+    tree, chain = scheduled(2, 10, 5, (-1, 0, 0, -1, 2)), scheduled(1, 7, 2)
+    rows = rows_of(tree, scheduled(3, 0), chain)
     assert rows.positions.tolist() == [10, 11, 12, 13, 13, 12, 14, 0, 1, 2, 7, 8, 9]
     assert rows.kv_lens.tolist() == [17, 3, 10]
     assert rows.logit_rows.tolist() == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
@@ -56,9 +56,9 @@ def test_a_position_is_a_depth() -> None:
     assert (tree.num_known_tokens, tree.num_logit_rows, tree.without_drafts()) == (
         2,
         6,
-        replace(share(2, 10), page_table=tree.page_table),
+        replace(scheduled(2, 10), page_table=tree.page_table),
     )
-    assert rows_of(share(1, 7, 2, (-1, 0))).positions.tolist() == [7, 8, 9]
+    assert rows_of(scheduled(1, 7, 2, (-1, 0))).positions.tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_position_is_a_depth() -> None:
 )
 def test_no_tree(drafts: int, parents: tuple[int, ...], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        rows_of(share(1, 7, drafts, parents))
+        rows_of(scheduled(1, 7, drafts, parents))
 
 
 def test_moves_along_a_path() -> None:
-    tree = share(3, 10, len(TREE), TREE)
+    tree = scheduled(3, 10, len(TREE), TREE)
     assert tree.moves_along(path_to(11, TREE)) == SlotMoves(
         tree.page_table, (15, 17, 18, 21, 22, 24), (14, 15, 16, 17, 18, 19)
     )
@@ -121,9 +121,9 @@ def test_a_tree_is_its_paths(served: Callable[..., HandDecoder], family: str, ke
         return model.logits([(adapters[i], prompts[i] + list(tokens), 0, elsewhere)])[0]
 
     model.logits([(adapters[i], prompts[i][:-2], 0, tables[i]) for i in range(2)])
-    last = [model.share(adapters[i], prompts[i][-2:], len(prompts[i]) - 2, tables[i]) for i in range(2)]
+    last = [model.scheduled(adapters[i], prompts[i][-2:], len(prompts[i]) - 2, tables[i]) for i in range(2)]
     trees = [drafted(last[0], drafts[0], TREE), drafted(last[1], drafts[1], TREE)]
-    got = model.run([*trees, model.share("a", prompts[2], 0, tables[2])])
+    got = model.run([*trees, model.scheduled("a", prompts[2], 0, tables[2])])
     torch.testing.assert_close(got[2][0], alone(2, []), rtol=1e-3, atol=1e-4)
     paths = [[], *(path_to(node, TREE) for node in range(len(TREE)))]
     for i in range(2):
@@ -151,8 +151,10 @@ def test_a_recorded_tree_is_the_tree(served: Callable[..., HandDecoder], family:
     for step in range(3):
         got = {}
         for model, trees in parents.items():
-            shares = [model.share(name, tokens[i][:3], 15 * step, tables[i]) for i, name in enumerate((None, "a", "a"))]
-            got[model] = model.run([drafted(s, tokens[i][3:15], trees[i]) for i, s in enumerate(shares)])
+            requests = [
+                model.scheduled(name, tokens[i][:3], 15 * step, tables[i]) for i, name in enumerate((None, "a", "a"))
+            ]
+            got[model] = model.run([drafted(s, tokens[i][3:15], trees[i]) for i, s in enumerate(requests)])
         assert all(torch.equal(got[recorded][i], got[called][i]) for i in range(3))
         if not step:
             assert all(torch.equal(got[recorded][i], got[plain][i]) for i in (1, 2))

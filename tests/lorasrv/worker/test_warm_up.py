@@ -125,17 +125,17 @@ class Server:
         """Take the last tokens of some shares as drafts: chains, or trees in some steps."""
         from lorasrv.scheduler_output import PlannedDrafts
 
-        shares, left = [], SLOTS - len(step.scheduled)
+        requests, left = [], SLOTS - len(step.requests)
         is_tree = chance.random() < 0.5
-        for share in step.scheduled:
-            count = min(len(share.token_ids) - 1, left, chance.randint(0, 16))
-            if count > 0 and share.samples and not share.prompt_rows and chance.random() < 0.5:
+        for scheduled in step.requests:
+            count = min(len(scheduled.token_ids) - 1, left, chance.randint(0, 16))
+            if count > 0 and scheduled.samples and not scheduled.prompt_rows and chance.random() < 0.5:
                 parents = tuple(chance.randint(-1, at - 1) for at in range(count)) if is_tree else ()
-                share = replace(share, drafts=PlannedDrafts((1,) * count, ("lookup",) * count, parents=parents))
+                scheduled = replace(scheduled, drafts=PlannedDrafts((1,) * count, ("lookup",) * count, parents=parents))
                 left -= count
                 self.kinds.add("trees" if is_tree else "chains")
-            shares.append(share)
-        return replace(step, scheduled=tuple(shares))
+            requests.append(scheduled)
+        return replace(step, requests=tuple(requests))
 
     def random_step(self, chance: random.Random) -> Any:
         """Return a step of answers, prompts and prompts with log-probabilities, on adapters of all ranks."""
@@ -147,7 +147,7 @@ class Server:
         for name in "abcd"[: chance.randint(0, 4) if self.max_rank else 0]:
             layout = self.random_adapter(chance)
             placements[name] = layout.place([(chance.randint(0, 500), 3000)], self.memory.page_bytes)
-        shares = []
+        requests = []
         left, asks = chance.choice((SLOTS, MAX_ROWS)), MAX_PROMPT_ROWS
         for number in range(chance.randint(1, SLOTS)):
             count = 1 if left < 2 or chance.random() < 0.7 else min(left, chance.randint(1, 900))
@@ -160,10 +160,10 @@ class Server:
             key = chance.choice((None, *placements))
             pages = tuple(chance.randint(0, 3999) for _ in range(-(-(start + count) // 16)))
             rest = (pages, key, chance.random() < 0.9 or count == 1, SamplingParams(), 0)
-            shares.append(ScheduledRequest(str(number), (1,) * count, start, *rest, prompt_rows=asked))
-        used = {share.adapter_key for share in shares}
+            requests.append(ScheduledRequest(str(number), (1,) * count, start, *rest, prompt_rows=asked))
+        used = {scheduled.adapter_key for scheduled in requests}
         return SchedulerOutput(
-            tuple(shares), {k: p for k, p in placements.items() if k in used}, (), AdapterOrders(), 0
+            tuple(requests), {k: p for k, p in placements.items() if k in used}, (), AdapterOrders(), 0
         )
 
 
@@ -171,9 +171,9 @@ def observed(step: Any) -> Any:
     """Let the attention of a share's last tokens be wanted by page."""
     from lorasrv.kv_policy import SelectPolicy
 
-    *others, last = step.scheduled
+    *others, last = step.requests
     count, policy = min(32, len(last.token_ids)), SelectPolicy(budget=512, page_size=16)
-    return replace(step, scheduled=(*others, replace(last, kv_policy=policy, num_observed=count)))
+    return replace(step, requests=(*others, replace(last, kv_policy=policy, num_observed=count)))
 
 
 def day(server: Server) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def load(server: Server) -> dict[str, Any]:
         return found[-1]
 
     with mock.patch.object(KernelKey, "load", counted):
-        load(wanted, lambda what, share: progress.append(share))
+        load(wanted, lambda what, scheduled: progress.append(scheduled))
     late = count_late()
     loaded(by_name["_unpack_kernel"])
     return {

@@ -167,14 +167,14 @@ def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(
     bench.accounts.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0, 0.0]
     bench.add("prompt", prompt=500, max_tokens=2)
     while bench.tokens("prompt") == 0:
-        shares = {s.request_id: len(s.token_ids) for s in bench.step().scheduled}
+        requests = {s.request_id: len(s.token_ids) for s in bench.step().requests}
         left = 500 - sum(n for step in bench.steps[:-1] for n in [_share(step, "prompt")])
-        assert shares.pop("prompt") == min(chunk, left)
-        assert shares == {f"stream {i}": 1 for i in range(4)}
+        assert requests.pop("prompt") == min(chunk, left)
+        assert requests == {f"stream {i}": 1 for i in range(4)}
 
 
 def _share(step: object, name: str) -> int:
-    return sum(len(s.token_ids) for s in step.scheduled if s.request_id == name)  # type: ignore[attr-defined]
+    return sum(len(s.token_ids) for s in step.requests if s.request_id == name)  # type: ignore[attr-defined]
 
 
 def test_without_answers_a_chunk_is_the_whole_budget() -> None:
@@ -201,7 +201,7 @@ def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
     assert _share(bench.step(), "long") == 64
     bench.add("short", prompt=20)
     step = bench.step()
-    assert {s.request_id: len(s.token_ids) for s in step.scheduled} == {"long": 64 - 20, "short": 20}
+    assert {s.request_id: len(s.token_ids) for s in step.requests} == {"long": 64 - 20, "short": 20}
     assert _share(bench.step(), "long") == 63, "nobody else is there"
 
 
