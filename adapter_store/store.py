@@ -173,7 +173,7 @@ class AdapterStore:
         if self._origin is None:
             return BlobDirectory(self.root)
         max_bytes = CACHE_BYTES if self.quota.store_bytes is None else self.quota.store_bytes
-        return BlobCache(self.root, self._origin, max_bytes, lambda: self.collector.held_digests())
+        return BlobCache(self.root, self._origin, max_bytes, self.max_blob_bytes, lambda: self.collector.held_digests())
 
     def __enter__(self) -> Self:
         return self

@@ -81,13 +81,16 @@ class BlobCache(BlobDirectory):
         root: the store's folder.
         origin: where blobs come from.
         max_bytes: most bytes in the folder.
+        max_blob_bytes: most bytes of a blob that is of use.
         held: returns the digests of blobs that must stay.
     """
 
-    def __init__(self, root: Path, origin: Origin, max_bytes: int, held: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, root: Path, origin: Origin, max_bytes: int, max_blob_bytes: int, held: Callable[[], Collection[str]]
+    ) -> None:
         super().__init__(root)
         self._origin = origin
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_blob_bytes = max_bytes, max_blob_bytes
         self._held = held
         # Taken for a moment, never during a fetch.
         self._lock = threading.Lock()
@@ -195,9 +198,15 @@ class BlobCache(BlobDirectory):
         """Remove what others must make room for, or nothing if that is not enough.
 
         Raises:
+            AdapterCorrupt: the blob cannot be one that is of use.
             CacheFull: it is not.
             CacheTooSmall: nothing would be.
         """
+        if length > self._max_blob_bytes:
+            raise AdapterCorrupt(
+                f"weights sha256:{digest[:12]} come with {length} bytes from the registry, and no adapter that this "
+                f"server takes (--max-lora-rank) has more than {self._max_blob_bytes}"
+            )
         if length > self._max_bytes:
             raise CacheTooSmall(
                 f"weights sha256:{digest[:12]} of {length} bytes are more than this server keeps of all adapters "

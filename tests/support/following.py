@@ -25,6 +25,8 @@ class NearOrigin:
     breaks: list[int] = field(default_factory=list)
     # Positions whose byte is another one in the next fetches, one after another.
     flips: list[int] = field(default_factory=list)
+    # Length that it says weights have; None: their own.
+    announced: int | None = None
     # (digest, start) of every fetch.
     fetched: list[tuple[str, int]] = field(default_factory=list)
 
@@ -43,7 +45,7 @@ class NearOrigin:
         if self.flips:
             data[self.flips.pop(0)] ^= 1
         end = self.breaks.pop(0) if self.breaks else len(data)
-        yield len(data), self._pieces(bytes(data), start, end)
+        yield self.announced or len(data), self._pieces(bytes(data), start, end)
 
     def _pieces(self, data: bytes, start: int, end: int) -> Iterator[bytes]:
         for at in range(start, min(end, len(data)), PIECE):

@@ -183,6 +183,18 @@ def test_weights_that_are_more_than_the_whole_cache(
         open_follower(1000).load(mia[0])
 
 
+def test_weights_longer_than_any_adapter_take_no_room(
+    mia: list[AdapterKey], origin: NearOrigin, open_follower: Callable[..., AdapterStore], store: AdapterStore
+) -> None:
+    """They are damaged, or something else: nothing that is here goes for them."""
+    follower = open_follower(store.max_blob_bytes + 2)
+    follower.load(mia[0])
+    origin.announced = store.max_blob_bytes + 1
+    with pytest.raises(AdapterCorrupt, match=f"come with {origin.announced} bytes from the registry"):
+        follower.load(mia[1])
+    assert follower.blob_exists(digest_of(store, mia[0]))
+
+
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A disk with room for so many bytes of the follower's weights, beside those that have to stay free."""
