@@ -128,6 +128,7 @@ def parse_sum(text: str) -> list[tuple[str, float]]:
     Raises:
         NotComposable: it is none, or has too many parts or too large weights.
     """
+    _check_number(text.count("+") + 1)
     parts = []
     for part in text.split("+"):
         number, star, reference = part.rpartition("*")
@@ -144,8 +145,12 @@ def check_weights(weights: Sequence[float]) -> None:
     Raises:
         NotComposable: there is none, there are too many, or one is not finite or too large.
     """
-    if not 1 <= len(weights) <= MAX_COMPONENTS:
-        raise NotComposable(f"a sum has 1 to {MAX_COMPONENTS} adapters, not {len(weights)}")
+    _check_number(len(weights))
     for weight in weights:
         if not (math.isfinite(weight) and abs(weight) <= MAX_WEIGHT):
             raise NotComposable(f"a weight is a number from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}, not {weight:g}")
+
+
+def _check_number(number: int) -> None:
+    if not 1 <= number <= MAX_COMPONENTS:
+        raise NotComposable(f"a sum has 1 to {MAX_COMPONENTS} adapters, not {number}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from adapter_store.composition import is_sum, parse_sum
+from adapter_store.composition import MAX_COMPONENTS, is_sum, parse_sum
 from adapter_store.errors import AdapterError
 from api.asgi.json_body import INLINE_BYTES
 from lorasrv.placement.placement import CHARS_PER_TOKEN, SESSION_CHARS, Ask
@@ -41,7 +41,7 @@ def adapter_of(fields: Fields, base_names: Collection[str]) -> str | None:
     """
     named = fields.get("adapters")
     if isinstance(named, list) and named:
-        return _sum_key(part.get("id") if isinstance(part, dict) else None for part in named)
+        return _sum_key(part.get("id") if isinstance(part, dict) else None for part in named[:MAX_COMPONENTS])
     name = fields.get("adapter_id") or fields.get("model")
     if not isinstance(name, str) or not name or name in base_names:
         return None

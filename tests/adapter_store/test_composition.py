@@ -2,6 +2,7 @@
 
 import gc
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -95,4 +96,18 @@ def test_how_sums_are_written() -> None:
         parse_sum("4.5*a")
     with pytest.raises(NotComposable, match="1 to 4 adapters, not 5"):
         parse_sum("+".join("abcde"))
+    with pytest.raises(NotComposable, match="1 to 4 adapters, not 5"):
+        parse_sum("++++")
     assert math.isclose(parse_sum("0.1*a")[0][1], 0.1)
+
+
+def test_a_text_of_many_parts_is_refused_before_it_is_read() -> None:
+    """A body may hold millions: they took seconds, and hundreds of megabytes."""
+    text = "a+" * 1_000_000 + "a"
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotComposable, match="not 1000001"):
+            parse_sum(text)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

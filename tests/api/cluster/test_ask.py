@@ -30,6 +30,7 @@ async def ask(fields: Any, path: str = "/v1/chat/completions", session: str | No
         ({"model": "tom+0.5*mia:prod"}, "mia+tom"),
         ({"model": "mia+0.7*tom@2"}, "mia+tom"),
         ({"model": "base", "adapters": [{"id": "tom", "weight": 2}, {"id": "mia@1"}]}, "mia+tom"),
+        ({"adapters": [{"id": name} for name in "badcxyz"]}, "a+b+c+d"),
         ({"model": "+"}, "+"),
         ({"model": 3}, None),
         ({"model": ""}, None),
