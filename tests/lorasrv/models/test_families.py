@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import ROPE_OF_MINISTRAL
 from tiny_engine import engine_config
 
 from lorasrv.engine.factory import build
@@ -391,7 +392,8 @@ def test_every_tensor_of_every_family_has_a_gguf_name() -> None:
     for family in load_families().families:
         if not family.gguf["architectures"] and family.name != "mistral":
             continue
-        spec = family.spec_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
+        rope = {"rope_parameters": ROPE_OF_MINISTRAL} if family.name == "ministral3" else {}
+        spec = family.spec_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True} | rope)
         names = [family.gguf_name(name) for name in tensor_shapes(spec)]
         assert len(set(names)) == len(names)
         query = "blk.1.attn_qkv.weight" if spec.fused else "blk.1.attn_q.weight"
