@@ -529,7 +529,7 @@ class Scheduler:
         self.speculator.forget(request)
         # `Deadlines`, among others, keeps the request for a while: not its grammar, nor its adapter in the store.
         request.constraint_state = None
-        request.message = replace(request.message, hold=None)
+        request.message = replace(request.message, hold=None, constraint=None)
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
         """Change a request's status and tell every account of it; no status changes elsewhere.

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from drafted import VOCAB, Ask, Drafted
@@ -24,7 +25,7 @@ def make_grammars(drafted: Drafted) -> list[TokenConstraint]:
         source.regex_of(r"[0-9]{1,3}-[a-z]{2,9}", "regex"),
         source.json_of({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}}, "schema"),
     ]
-    return [CompiledGrammar(compile_matcher(built, text.text), VOCAB, vocabulary.ends, 1 << 18) for text in texts]
+    return [CompiledGrammar(partial(compile_matcher, built, text.text), VOCAB, vocabulary.ends) for text in texts]
 
 
 def _sampling(rng: random.Random) -> SamplingParams:

@@ -1,6 +1,9 @@
-"""Compile grammars to constraints: tested in the sandbox, compiled in a thread, cached by content."""
+"""Compile grammars to constraints: tried in the sandbox, compiled in a thread, shared while answers follow them."""
 
 import asyncio
+import hashlib
+from functools import partial
+from weakref import WeakValueDictionary
 
 import llguidance
 from cachetools import LRUCache
@@ -14,18 +17,22 @@ from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary, 
 from lorasrv.text.structured_output.sandbox import GrammarSandbox
 from lorasrv.text.tokenizer import Tokenizer
 
-KEPT_BYTES = 1 << 30
-KEPT_REFUSALS = 512
-MAX_WAITING = 256
+KEPT_VERDICTS = 4096
+KEPT_GRAMMARS = 2
+"""Of those that no answer follows any more; the largest that was found had grown to 390 MiB."""
+MAX_UNTRIED = 256
+MAX_TRIED = 8192
+"""Bounds on grammars that wait; one key has half. Requests that come at once with a known one all wait for it."""
 MAX_TRIES = 4
-"""Most extended tokenizers whose tokens, and grammars, are kept."""
-LEXER_BYTES = 28 << 20
-"""Most that answers add to a grammar while it is kept: `LEXER_STATES`, some 550 bytes each."""
+"""Most extended tokenizers whose tokens are kept."""
 
 
 class GrammarCompiler:
-    """Compile and cache the grammars of a base, and of tokenizers that extend its own. Call from the event loop's
-    thread; construction takes some 0.1 s.
+    """Compile the grammars of a base, and of tokenizers that extend its own. Call from the event loop's thread;
+    construction takes some 0.1 s.
+
+    What is kept of many grammars is whether they can be used. A compiled one, which grows as answers follow it, lives
+    as long as they do, or until others were asked for.
 
     Args:
         vocab_size: number of the model's logits.
@@ -39,17 +46,19 @@ class GrammarCompiler:
         self._tries: LRUCache[Tokenizer, llguidance.LLTokenizer] = LRUCache(MAX_TRIES)
         self._base = _trie(vocabulary, tokenizer) if self._ends else None
         self.examiner = GrammarSandbox(vocabulary.packed())
+        # By the text's digest: why it is refused, or None.
+        self._verdicts: LRUCache[bytes, str | None] = LRUCache(KEPT_VERDICTS)
         # By the tokenizer, unless it is the base's.
-        self._kept: LRUCache[tuple[Tokenizer | None, str], CompiledGrammar] = LRUCache(
-            KEPT_BYTES, getsizeof=lambda grammar: grammar.nbytes
-        )
-        self._refused: LRUCache[str, str] = LRUCache(KEPT_REFUSALS)
-        self._turns = FairLock("grammars to be compiled", MAX_WAITING)
+        self._in_use: WeakValueDictionary[tuple[Tokenizer | None, str], CompiledGrammar] = WeakValueDictionary()
+        self._last: LRUCache[tuple[Tokenizer | None, str], CompiledGrammar] = LRUCache(KEPT_GRAMMARS)
+        self._trying = FairLock("grammars to be tried", MAX_UNTRIED)
+        self._compiling = FairLock("grammars to be compiled", MAX_TRIED)
 
     async def compile(
         self, grammar: Grammar, principal: str = ANONYMOUS, own: Tokenizer | None = None
     ) -> TokenConstraint:
-        """Compile a grammar, one at a time with fair turns between keys: each may take half a second.
+        """Compile a grammar unless answers follow it already. New ones are tried one at a time, and compiled one at a
+        time, with fair turns between keys: each may take half a second.
 
         Args:
             own: the tokenizer of an adapter with tokens of its own, which may be part of texts that the grammar allows.
@@ -59,55 +68,53 @@ class GrammarCompiler:
             InvalidRequest: invalid, unsatisfiable or too costly; names the field.
             EngineOverloaded: too many grammars wait, of this key or in total.
         """
-        if (kept := self._known(grammar, own)) is not None:
-            return kept
-        async with self._turns.turn(principal):
-            return self._known(grammar, own) or await self._compiled(grammar, own)
+        compiled = self._shared(grammar, own) or await self._compiled(grammar, principal, own)
+        self._last[own, grammar.text] = compiled
+        return compiled
 
     async def aclose(self) -> None:
         """End the sandbox process."""
         await self.examiner.aclose()
 
-    def _known(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
-        if (why := self._refused.get(grammar.text)) is not None:
-            raise _refusal(grammar, why)
-        kept = self._kept.get((own, grammar.text))
-        if kept is not None and kept.has_failed:
-            del self._kept[own, grammar.text]
-            return None
-        if kept is not None and own is not None:
+    def _shared(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
+        shared = self._in_use.get((own, grammar.text))
+        if shared is not None and own is not None:
             # Those of tokenizers used last are kept.
             self._tries.get(own)
-        return kept
+        return shared
 
-    async def _compiled(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar:
+    async def _verdict(self, grammar: Grammar, principal: str) -> str | None:
+        digest = hashlib.blake2b(grammar.text.encode(), digest_size=16).digest()
+        if digest in self._verdicts:
+            return self._verdicts[digest]
+        async with self._trying.turn(principal):
+            if digest not in self._verdicts:
+                self._verdicts[digest] = await self.examiner.examine(grammar.text)
+            return self._verdicts[digest]
+
+    async def _compiled(self, grammar: Grammar, principal: str, own: Tokenizer | None) -> CompiledGrammar:
         if self._base is None:
             raise InvalidRequest("{param}: this base names no token that ends an answer", param=grammar.param)
-        verdict = await self.examiner.examine(grammar.text)
-        if verdict.error is not None:
-            self._refused[grammar.text] = verdict.error
-            raise _refusal(grammar, verdict.error)
-        trie, size = self._base, self._vocab_size
-        if own is not None:
-            trie, size = await self._trie_of(own), max(size, own.vocab_size)
-        matcher = await asyncio.to_thread(compile_matcher, trie, grammar.text)
-        if matcher.is_error():
-            raise _refusal(grammar, one_line(matcher.get_error()))
-        nbytes = verdict.nbytes + LEXER_BYTES
-        compiled = await asyncio.to_thread(CompiledGrammar, matcher, size, self._ends, nbytes)
-        if nbytes <= KEPT_BYTES:
-            self._kept[own, grammar.text] = compiled
-        return compiled
+        if (error := await self._verdict(grammar, principal)) is not None:
+            raise _refusal(grammar, error)
+        async with self._compiling.turn(principal):
+            if (shared := self._shared(grammar, own)) is not None:
+                return shared
+            trie, size = self._base, self._vocab_size
+            if own is not None:
+                trie, size = await self._trie_of(own), max(size, own.vocab_size)
+            compile_ = partial(compile_matcher, trie, grammar.text)
+            compiled = await asyncio.to_thread(CompiledGrammar, compile_, size, self._ends)
+            if compiled.error:
+                raise _refusal(grammar, one_line(compiled.error))
+            self._in_use[own, grammar.text] = compiled
+            return compiled
 
     async def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
         """Return the tokens of an extended tokenizer; one at a time, as grammars are compiled."""
         known = self._tries.get(own)
         if known is None:
-            known = await asyncio.to_thread(self._built, own)
-            self._tries[own] = known
-            # A grammar keeps the tokens that it was compiled for, which are far larger than itself.
-            for kept in [kept for kept in self._kept if kept[0] is not None and kept[0] not in self._tries]:
-                del self._kept[kept]
+            known = self._tries[own] = await asyncio.to_thread(self._built, own)
         return known
 
     def _built(self, own: Tokenizer) -> llguidance.LLTokenizer:

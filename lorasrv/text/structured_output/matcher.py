@@ -165,40 +165,52 @@ def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.
 
 
 class CompiledGrammar:
-    """Implement `TokenConstraint`. `nbytes` is the memory that it may come to take.
+    """Implement `TokenConstraint`.
 
-    All states of one share a lexer, which keeps what each of them has met. `has_failed` once that was too much for one
-    of them: then it is for all, and later ones.
+    Copies of a matcher share its lexer, which keeps what each of them has met. Once that is too much, none of them can
+    go on with it: each goes on in another lexer, from the place where its own tokens lead.
+
+    Args:
+        compile_: compiles the grammar, always alike.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...], nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.has_failed = False
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._ends = ends
-        # The matcher keeps the results of the first mask for all copies.
-        self.begin().allowed()
+    def __init__(self, compile_: Callable[[], llguidance.LLMatcher], vocab_size: int, ends: tuple[int, ...]) -> None:
+        self.vocab_size, self.ends = vocab_size, ends
+        self._compile = compile_
+        self._matcher = compile_()
+        # All copies get its results.
+        self._matcher.compute_bitmask()
+        # Why nothing can follow it, or "".
+        self.error: str = self._matcher.get_error()
 
     def begin(self) -> "GrammarState":
-        return GrammarState(self, self._matcher.deep_copy(), self._vocab_size, self._ends)
+        return GrammarState(self, self._matcher)
+
+    def instead_of(self, failed: llguidance.LLMatcher) -> tuple[llguidance.LLMatcher, bool]:
+        """Return a matcher to copy in place of one whose lexer has failed, and whether it is new: others may have taken
+        it before.
+        """
+        if is_new := failed is self._matcher:
+            self._matcher = self._compile()
+        return self._matcher, is_new
 
 
 class GrammarState:
     """Implement `ConstraintState`: the matcher of one answer and the buffer for its masks.
 
-    After a failure, `error` says why; only the end is allowed then, and the engine ends the request.
+    After a failure that does not depend on other answers, `error` says why; only the end is allowed then, and the
+    engine ends the request.
+
+    Args:
+        source: what the matcher is a copy of.
     """
 
-    def __init__(
-        self, grammar: CompiledGrammar, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...]
-    ) -> None:
+    def __init__(self, grammar: CompiledGrammar, source: llguidance.LLMatcher) -> None:
         self.error: str | None = None
         self._grammar = grammar
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._ends = ends
-        self._mask = np.zeros(-(-vocab_size // BITS), np.int32)
+        self._source, self._matcher = source, source.deep_copy()
+        self._token_ids: list[int] = []
+        self._mask = np.zeros(-(-grammar.vocab_size // BITS), np.int32)
         self._address, self._nbytes = self._mask.ctypes.data, self._mask.nbytes
 
     @property
@@ -207,8 +219,9 @@ class GrammarState:
         return self.error is None and self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
         if self.error is None and not self._matcher.consume_token(token_id):
-            self._fail()
+            self._go_on(lambda: True)
 
     def forced(self) -> list[int]:
         return [] if self.error is not None else self._matcher.compute_ff_tokens()
@@ -217,27 +230,35 @@ class GrammarState:
         return 0 if self.error is not None else self._matcher.validate_tokens(list(token_ids))
 
     def copy(self) -> "GrammarState":
-        copied = GrammarState(self._grammar, self._matcher.deep_copy(), self._vocab_size, self._ends)
-        copied.error = self.error
+        copied = GrammarState(self._grammar, self._matcher)
+        copied.error, copied._token_ids = self.error, [*self._token_ids]
         return copied
 
     def allowed(self) -> npt.NDArray[np.int32]:
-        if self.error is None:
-            self._matcher.unsafe_compute_mask_ptr(self._address, self._nbytes)
-            if self._matcher.is_error():
-                self._fail()
+        if self.error is None and not self._compute_mask():
+            self._go_on(self._compute_mask)
         if self.error is not None:
             self._allow_only_ends()
         return self._mask
 
-    def _fail(self) -> None:
-        self._grammar.has_failed = True
+    def _compute_mask(self) -> bool:
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._nbytes)
+        return not self._matcher.is_error()
+
+    def _go_on(self, attempt: Callable[[], bool]) -> None:
+        """Attempt in another lexer what has failed; keep why it fails in a new one, too."""
+        is_new = False
+        while not is_new:
+            self._source, is_new = self._grammar.instead_of(self._source)
+            self._matcher = self._source.deep_copy()
+            if self._matcher.consume_tokens(self._token_ids) and attempt():
+                return
         self.error = f"the grammar cannot be followed any further: {one_line(self._matcher.get_error())}"
 
     def _allow_only_ends(self) -> None:
         self._mask.fill(0)
         words = self._mask.view(np.uint32)
-        for token in self._ends:
+        for token in self._grammar.ends:
             words[token // BITS] |= np.uint32(1 << token % BITS)
 
 

@@ -11,7 +11,6 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lorasrv.errors import EngineOverloaded
 
@@ -21,16 +20,6 @@ WALL_SECONDS = 20.0
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NO_START = "the grammar compiler does not start; this machine may be short of memory or CPU time"
 TOO_COSTLY = "compiling it exceeds the limits of time, memory or depth"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarVerdict:
-    """Report whether a grammar compiles."""
-
-    # None: the grammar compiles.
-    error: str | None
-    # Memory that compiling took.
-    nbytes: int = 0
 
 
 class GrammarSandbox:
@@ -45,8 +34,8 @@ class GrammarSandbox:
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
         self.num_started = 0
 
-    async def examine(self, text: str) -> GrammarVerdict:
-        """Compile a grammar in the worker process.
+    async def examine(self, text: str) -> str | None:
+        """Compile a grammar in the worker process; return why it cannot be used, or None.
 
         Raises:
             EngineOverloaded: the process does not start, was ended from outside, or got no CPU time to answer in.
@@ -62,12 +51,13 @@ class GrammarSandbox:
             await self._end()
             raise
         if line:
-            return GrammarVerdict(**json.loads(line))
+            error: str | None = json.loads(line)["error"]
+            return error
         ended_by = await _ended(process, patience_s=5.0)
         self._process, self._starting = None, asyncio.create_task(self._started())
         if -ended_by in FOREIGN_SIGNALS:
             raise EngineOverloaded("the grammar compiler was killed by the system", retry_after_s=1.0)
-        return GrammarVerdict(TOO_COSTLY)
+        return TOO_COSTLY
 
     async def aclose(self) -> None:
         """End the process; another `examine` starts a new one."""

@@ -1,8 +1,8 @@
 """Compile grammars in a worker process: `python -m lorasrv.text.structured_output.sandbox_worker`.
 
 Reads frames from stdin (4 bytes of length, little-endian, then the content): first the vocabulary, then grammars.
-Writes one line of JSON per frame: `{"error": null or text, "nbytes": ...}`. A grammar that costs too much ends the
-process: by SIGPROF when its CPU time is used up, by an abort when its memory is, by SIGSEGV when it nests too deeply.
+Writes one line of JSON per frame: `{"error": null or text}`. A grammar that costs too much ends the process: by SIGPROF
+when its CPU time is used up, by an abort when its memory is, by SIGSEGV when it nests too deeply.
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
     tokenizer = vocabulary.build()
     threading.stack_size(STACK_BYTES)
     _limit_memory(MEMORY_BYTES)
-    _say({"error": None, "nbytes": 0})
+    _say({"error": None})
     while (text := _frame()) is not None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         verdict: dict[str, object] = {}
@@ -45,12 +45,10 @@ def main() -> None:
 
 
 def _examine(tokenizer: llguidance.LLTokenizer, ends: set[int], text: str, verdict: dict[str, object]) -> None:
-    before = _resident_bytes()
     matcher = compile_matcher(tokenizer, text)
     matcher.compute_bitmask()  # a grammar without any sentence shows here
     error = matcher.get_error() or _walked(matcher, ends)
     verdict["error"] = one_line(error) if error else None
-    verdict["nbytes"] = max(0, _resident_bytes() - before)
 
 
 def _walked(matcher: llguidance.LLMatcher, ends: set[int]) -> str:
@@ -93,14 +91,6 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
     except (OSError, ValueError):
         pass
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _frame() -> bytes | None:

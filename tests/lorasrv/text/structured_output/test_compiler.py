@@ -18,9 +18,9 @@ from tiny_tokenizers import sentencepiece
 from adapter_store.spec import AddedToken
 from lorasrv.errors import EngineOverloaded, InvalidRequest
 from lorasrv.text.structured_output import grammar as source
-from lorasrv.text.structured_output.compiler import KEPT_BYTES, LEXER_BYTES, MAX_TRIES, GrammarCompiler
-from lorasrv.text.structured_output.matcher import FORCED_BYTES, CompiledGrammar, Vocabulary
-from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox, GrammarVerdict
+from lorasrv.text.structured_output.compiler import KEPT_GRAMMARS, MAX_TRIES, MAX_UNTRIED, GrammarCompiler
+from lorasrv.text.structured_output.matcher import FORCED_BYTES, CompiledGrammar, Vocabulary, compile_matcher
+from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox
 from lorasrv.text.structured_output.satisfiability import lark_can_end, repetitions
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -362,20 +362,52 @@ def test_of_a_long_forced_text_the_beginning_is_tokenized(builtin_compiling: Com
         rest = rest.removeprefix(text_of[tokens[0]])
 
 
-def test_what_one_answer_has_used_up_is_there_for_the_next(builtin_compiling: Compiling) -> None:
-    """Answers of one grammar share its lexer: one that exceeded its limit of states failed all later ones."""
-    grammar = source.regex_of("[ab]*a[ab]{60}c", "p")
+EXPLOSIVE = "[ab]*a[ab]{60}c"
+"""Its lexer has as many states as there are ways to go on."""
+
+
+def test_an_answer_that_uses_the_lexer_up_ends_no_other(builtin_compiling: Compiling) -> None:
+    """Answers of one grammar share a lexer: one that exceeded its limit of states failed all of them."""
+    compiled = builtin_compiling.compile(source.regex_of(EXPLOSIVE, "p"))
     letters = [compiled_vocabulary(builtin_compiling.tokenizer)[letter] for letter in (b"a", b"b")]
-    first, chance = builtin_compiling.compile(grammar), random.Random(1)
-    state = first.begin()
-    while state.error is None:
+    chance, others, shared = random.Random(1), [compiled.begin() for _ in range(3)], compiled._matcher
+    alone, costly = CompiledGrammar(compiled._compile, compiled.vocab_size, compiled.ends).begin(), compiled.begin()
+    begun = [chance.choice(letters) for _ in range(20)]
+    for state in (*others, alone):
+        for token in begun:
+            state.advance(token)
+    ahead = others[0].copy()
+    while compiled._matcher is shared and costly.error is None:
+        costly.allowed()
+        costly.advance(chance.choice(letters))
+    assert shared.deep_copy().consume_token(letters[0]) is False, "it is used up"
+    for token in [chance.choice(letters) for _ in range(100)]:
+        for state in (ahead, *others):
+            assert state.forced() == alone.forced()
+            assert np.array_equal(state.allowed(), alone.allowed())
+        for state in (ahead, *others, alone, costly):
+            state.advance(token)
+            assert (state.error, state.is_over) == (None, False)
+    assert allowed(compiled.begin()) >= set(letters)
+
+
+def test_a_step_that_no_lexer_can_do_ends_its_own_answer(builtin_compiling: Compiling) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    costly = "|".join(f"{letter}[a-z]{{60}}{number}" for number, letter in enumerate(letters))
+    text = source.regex_of(f"[ab]*c|d{{64}}[a-z]*({costly})", "p").text
+    compiler, ids = builtin_compiling.compiler, compiled_vocabulary(builtin_compiling.tokenizer)
+    assert compiler._base is not None
+    compiled = CompiledGrammar(partial(compile_matcher, compiler._base, text), compiler._vocab_size, compiler._ends)
+    cheap, state = compiled.begin(), compiled.begin()
+    cheap.advance(ids[b"a"])
+    for _ in range(66):
         state.allowed()
-        state.advance(chance.choice(letters))
-    assert "too many states" in state.error
-    second = builtin_compiling.compile(grammar).begin()
-    assert allowed(second) >= set(letters)
-    assert second.error is None
-    assert builtin_compiling.compile(grammar) is builtin_compiling.compile(grammar), "it is kept again"
+        state.advance(ids[b"d"])
+    assert "too many expressions" in (state.error or "")
+    assert allowed(state) == set(compiler._ends)
+    assert {ids[b"a"], ids[b"b"], ids[b"c"]} <= allowed(cheap)
+    cheap.advance(ids[b"c"])
+    assert cheap.is_over
 
 
 @pytest.mark.parametrize(("error", "says"), [(asyncio.CancelledError, ""), (EngineOverloaded, "killed by the system")])
@@ -385,7 +417,7 @@ def test_the_next_is_served_after_one_that_did_not_end(builtin_compiling: Compil
 
     async def scenario() -> None:
         await compiler.compile(source.choice_of([f"before {says}"], "p"))
-        process = compiler.examiner._process
+        process, known = compiler.examiner._process, len(compiler._verdicts)
         assert process is not None
         task = asyncio.create_task(compiler.compile(grammar))
         await asyncio.sleep(0.05)
@@ -393,7 +425,7 @@ def test_the_next_is_served_after_one_that_did_not_end(builtin_compiling: Compil
         with pytest.raises(error, match=says or None):
             await task
         assert await compiler.compile(source.choice_of([f"after {says}"], "p"))
-        assert not says or grammar.text not in compiler._refused, "its cost is not known yet"
+        assert len(compiler._verdicts) == known + 1, "its cost is not known yet"
 
     builtin_compiling.run(scenario())
 
@@ -479,35 +511,43 @@ def test_what_is_malformed_or_too_deep_to_look_through_is_left_to_the_compiler()
     assert source.json_of({"patternProperties": 5}, "p")
 
 
-def test_grammars_go_with_the_tokens_of_their_tokenizer(builtin_tokenizer: Tokenizer) -> None:
-    """Tokens of a vocabulary are some 24 MB, a hundred times a small grammar."""
+def test_tokens_of_the_last_tokenizers_are_kept(builtin_tokenizer: Tokenizer) -> None:
+    """Those of a vocabulary are some 24 MB, a hundred times a small grammar."""
     grammar = source.regex_of("[ab]{1,3}", "p")
     first = builtin_tokenizer.vocab_size
     owns = [builtin_tokenizer.extended([AddedToken(first, f"<own{n}>", special=False)]) for n in range(MAX_TRIES + 2)]
     with closing(Compiling(builtin_tokenizer)) as compiling:
         compile_for = partial(compiling.compiler.compile, grammar)
-        base = compiling.compile(grammar)
+        base, used = compiling.compile(grammar), compiling.run(compile_for(own=owns[0]))
         for own in owns:
             compiling.run(compile_for(own=own))
-            assert compiling.run(compile_for(own=owns[0])) is compiling.compiler._kept[owns[0], grammar.text]
+            assert compiling.run(compile_for(own=owns[0])) is used
             assert compiling.compile(grammar) is base
-        kept = {own for own, _ in compiling.compiler._kept}
-        assert kept == {None, owns[0], *owns[-MAX_TRIES + 1 :]}
+        assert set(compiling.compiler._tries) == {owns[0], *owns[-MAX_TRIES + 1 :]}
 
 
-def test_kept_grammars_count_what_answers_may_add_to_them(builtin_tokenizer: Tokenizer) -> None:
-    """An expression of 145 bytes grew to 27 MB, and a thousand such were kept."""
-    most = KEPT_BYTES // LEXER_BYTES
-    grammars = [source.regex_of(f"[ab]{{{n}}}", "p") for n in range(1, most + 3)]
+def test_few_compiled_grammars_outlive_their_answers(builtin_tokenizer: Tokenizer) -> None:
+    """Answers make them grow: by 390 MB from a text of 1 KB. What is kept of all is that they may be compiled."""
+    grammars = [source.regex_of(f"[ab]{{1,{n}}}", "p") for n in range(1, KEPT_GRAMMARS + 3)]
     with closing(Compiling(builtin_tokenizer)) as compiling:
-        first = compiling.compile(grammars[0])
-        for grammar in grammars[1:]:
-            compiling.compile(grammar)
-            assert compiling.compile(grammars[0]) is first, "those used last are kept"
-        kept = [text for _, text in compiling.compiler._kept]
-    assert len(kept) == most
-    assert grammars[1].text not in kept
-    assert grammars[-1].text in kept
+        states = [compiling.compile(grammar).begin() for grammar in grammars]
+        assert [compiling.compile(grammar) for grammar in grammars] == [state._grammar for state in states]
+        compiling.run(compiling.compiler.aclose())
+        del states
+        assert {text for _, text in compiling.compiler._in_use} == {g.text for g in grammars[-KEPT_GRAMMARS:]}
+        assert compiling.accepts(grammars[0], "a", "aa") == [True, False]
+        assert compiling.num_started == 1, "it was not tried again"
+
+
+def test_requests_that_come_at_once_with_one_grammar_share_it(builtin_tokenizer: Tokenizer) -> None:
+    grammar = source.regex_of("[ab]{1,3}", "p")
+    with closing(Compiling(builtin_tokenizer)) as compiling:
+        compiling.compile(grammar)
+
+        async def scenario() -> list[object]:
+            return await asyncio.gather(*(compiling.compiler.compile(grammar, "key") for _ in range(2 * MAX_UNTRIED)))
+
+        assert len(set(compiling.run(scenario()))) == 1
 
 
 def test_ends_outside_of_the_vocabulary_are_no_ends() -> None:
@@ -533,8 +573,8 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path
             await GrammarSandbox(b"", (str(tmp_path / "missing"),)).examine("x")
         examiner._starting = asyncio.create_task(examiner._started())
         await asyncio.wait([examiner._starting])
-        script.write_text('for _ in "ab":\n    print(\'{"error": null, "nbytes": 7}\', flush=True)\ninput()\n')
-        assert await examiner.examine("x") == GrammarVerdict(None, 7)
+        script.write_text('for _ in "ab":\n    print(\'{"error": null}\', flush=True)\ninput()\n')
+        assert await examiner.examine("x") is None
         await examiner.aclose()
 
     asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.request import ConstraintState, Request, RequestOptions, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.structured_output import grammar as source
+from lorasrv.text.structured_output.compiler import KEPT_GRAMMARS
+from lorasrv.text.structured_output.matcher import GrammarState
 
 PROMPT = list(range(10, 30))
 RANDOM = SamplingParams(max_tokens=480, temperature=1.0, seed=0)
@@ -122,8 +125,8 @@ class Broken:
 
         def failing(*args: int) -> object:
             if next(calls) == 3:
-                # What a matcher meets that is out of step with its request.
-                state._matcher.consume_token(0)  # type: ignore[attr-defined]
+                # What a state meets that is out of step with its request.
+                GrammarState.advance(state, 0)  # type: ignore[arg-type]
             return whole(*args)
 
         setattr(state, self._where, failing)
@@ -132,7 +135,7 @@ class Broken:
 
 @pytest.mark.parametrize("where", ["allowed", "advance"])
 @roomy
-async def test_a_matcher_that_fails_ends_its_own_request(engine: AsyncEngine, where: str) -> None:
+async def test_a_state_that_fails_ends_its_own_request(engine: AsyncEngine, where: str) -> None:
     constraint = await engine.grammars.compile(source.regex_of("[ab]{50}", "p"))
     broken = Broken(constraint, where)
     other = asyncio.create_task(answer(engine, source.regex_of("[ab]{60}", "p")))
@@ -141,6 +144,23 @@ async def test_a_matcher_that_fails_ends_its_own_request(engine: AsyncEngine, wh
     assert "grammar cannot be followed" in (outputs[-1].error or "")
     text, last = await other
     assert (len(text), last.finish_reason) == (60, FinishReason.STOP)
+
+
+@roomy
+async def test_an_answer_goes_on_where_its_lexer_was_used_up(engine: AsyncEngine) -> None:
+    grammar = source.regex_of(r"[a-z]{40}|\w*a\w{60}c", "p")
+    alone, last = await answer(engine, grammar, timeout_s=600.0)
+    for number in range(KEPT_GRAMMARS):
+        await engine.grammars.compile(source.regex_of(f"[ab]{{{number}}}c", "p"))
+    assert grammar.text not in {text for _, text in engine.grammars._in_use}, "its last answer does not keep it"
+    constraint = await engine.grammars.compile(grammar)
+    other, chance = constraint._matcher.deep_copy(), random.Random(0)
+    while not other.is_error():
+        bits = np.unpackbits(np.frombuffer(other.compute_bitmask(), np.uint8), bitorder="little")
+        other.consume_token(int(chance.choice(np.flatnonzero(bits))))
+    assert "too many states" in other.get_error()
+    beside, last_beside = await answer(engine, grammar)
+    assert (beside, last_beside.finish_reason) == (alone, last.finish_reason)
 
 
 @roomy
