@@ -3,17 +3,20 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lorasrv.text.structured_output.grammar import Grammar, checked_schema, lark_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolReader
 from lorasrv.text.tool_parsers.parsers import (
+    ARGS,
+    CALL_ID,
     CLOSE,
     LLAMA_MARKER,
     MISTRAL_MARKER,
     OPEN,
     LlamaReader,
+    MistralNamesReader,
     MistralReader,
     TaggedReader,
 )
@@ -36,6 +39,9 @@ class ToolFormat:
     around: tuple[str, str] = ("", "")
     # Text between calls; None: at most one call.
     between: str | None = None
+    # What stands between a call's name and its arguments, where a call is not one object of JSON: the beginning of an
+    # id, "" if calls have none, and that of the arguments.
+    between_parts: tuple[str, str] | None = None
     # Brackets around the list of calls.
     list_of: tuple[str, str] = ("", "")
     forces_marker: bool = False
@@ -50,7 +56,7 @@ class ToolFormat:
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the special tokens that the reader must see, which are not written as text by default: the marker and
         what ends a call."""
-        return _special((self.marker, self.around[1].strip()), tokenizer)
+        return _special((self.marker, self.around[1].strip(), *(self.between_parts or ())), tokenizer)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of one or more calls of these tools and nothing else, with arguments that match their
@@ -85,6 +91,7 @@ class ToolFormat:
         shown_first = shown.replace("TEXT", "BLANK")
         rules = [
             f"start: {self.unforced}",
+            f"marker: {_term(self.marker, tokenizer)}",
             f"head: written{shown}",
             f"written[lazy]: TEXT {_quoted(self.marker)}",
             f"first: BLANK | BLANK {_quoted(self.marker)}{shown_first}",
@@ -95,30 +102,31 @@ class ToolFormat:
             + re.escape(self.marker)
             + r"(.|\n)*/",
         ]
-        calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker))
+        calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker), tokenizer)
         return lark_of("\n".join([*rules, *calls]), "tools")
 
     def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""
-        many = f" ({_quoted(self.between)} call)*" if parallel and self.between is not None else ""
+        many = f" ({_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
         begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
-        yield f"calls: {self._forced_marker(tokenizer)} {begin} call{many} {end}"
-        yield from self._calls(tools, self.around[0])
+        marker = _term(self.marker, tokenizer) if self.forces_marker else ""
+        yield f"calls: {marker} {begin} call{many} {end}"
+        yield from self._calls(tools, self.around[0], tokenizer)
 
-    def _calls(self, tools: Sequence[Tool], before: str) -> Iterator[str]:
+    def _calls(self, tools: Sequence[Tool], before: str, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `call` and the rules it uses."""
         yield "call: " + " | ".join(f"tool_{number}" for number in range(len(tools)))
         for number, tool in enumerate(tools):
-            head = f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
             schema = json.dumps(checked_schema(tool.parameters, "tools"))
-            yield f"tool_{number}: {_quoted(head)} arguments_{number} {_quoted('}' + self.around[1])}"
+            if self.between_parts is None:
+                head = _quoted(f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": ')
+                yield f"tool_{number}: {head} arguments_{number} {_quoted('}' + self.around[1])}"
+            else:
+                call_id, begin = self.between_parts
+                of_id = f"{_term(call_id, tokenizer)} /[a-zA-Z0-9]{{{self.id_chars}}}/ " if call_id else ""
+                head = f"{_quoted(tool.name)} {of_id}{_term(begin, tokenizer)}"
+                yield f"tool_{number}: {head} arguments_{number}"
             yield f"arguments_{number}: %json {schema}"
-
-    def _forced_marker(self, tokenizer: Tokenizer) -> str:
-        if not self.forces_marker:
-            return ""
-        shown = _special((self.marker,), tokenizer)
-        return f"<[{next(iter(shown))}]>" if shown else _quoted(self.marker)
 
 
 HERMES = ToolFormat(
@@ -141,6 +149,18 @@ MISTRAL = ToolFormat(
     forces_marker=True,
     id_chars=9,
 )
+MISTRAL_13 = ToolFormat(
+    "mistral-13",
+    MISTRAL_MARKER,
+    MistralNamesReader,
+    "arguments",
+    "TEXT | head call (marker call)*",
+    between=MISTRAL_MARKER,
+    between_parts=("", ARGS),
+    forces_marker=True,
+    id_chars=9,
+)
+MISTRAL_11 = replace(MISTRAL_13, name="mistral-11", between_parts=(CALL_ID, ARGS))
 LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | first call")
 
 
@@ -150,7 +170,8 @@ def detect_format(template: str) -> ToolFormat | None:
         # Qwen3-Coder and others put XML, not JSON, between the same tags.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     if MISTRAL_MARKER in template:
-        return None if "[ARGS]" in template or "[CALL_ID]" in template else MISTRAL
+        with_names = MISTRAL_11 if CALL_ID in template else MISTRAL_13
+        return with_names if ARGS in template else MISTRAL
     if '"parameters": ' in template and ("python_tag" in template or "ipython" in template):
         return LLAMA
     return None
@@ -165,6 +186,12 @@ def _special(texts: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
 def _unforced(tools: Sequence[Tool]) -> list[Tool]:
     """Return the tools with the schemas that are enforced where the model decides whether to call them."""
     return [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
+
+
+def _term(text: str, tokenizer: Tokenizer) -> str:
+    """Return the text as a term of Lark: the token, if it is a special one, which no text spells."""
+    shown = _special((text,), tokenizer)
+    return f"<[{next(iter(shown))}]>" if shown else _quoted(text)
 
 
 def _quoted(text: str) -> str:

@@ -1,6 +1,7 @@
 """Read tool calls out of a streamed answer, one reader per family of formats.
 
-Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`. Llama's whole answer is
+Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, its later models with one or more
+`[TOOL_CALLS]NAME[ARGS]{...}`, with `[CALL_ID]ID` behind the name in some. Llama's whole answer is
 `{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` in front. Hermes and Qwen put each call between
 tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
@@ -11,7 +12,7 @@ from bisect import bisect_left
 
 from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
 
-MISTRAL_MARKER = "[TOOL_CALLS]"
+MISTRAL_MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 LLAMA_MARKER = "<|python_tag|>"
 
 
@@ -38,12 +39,44 @@ class MistralReader:
 
     def flush(self) -> list[Part]:
         text, self._text = self._text, ""
-        values = parse_json(text.strip().removeprefix(MISTRAL_MARKER)) if self._is_calling else None
-        calls = [read_call(value, self._names, ("arguments",)) for value in values] if isinstance(values, list) else []
+        calls = self._calls(text.strip()) if self._is_calling else []
         found: list[Part] = [call for call in calls if call is not None]
         if found and len(found) == len(calls):
             return found[: self._most]
         return [text] if text else []
+
+    def _calls(self, text: str) -> list[ToolCall | None]:
+        """Parse calls from the marker on; None stands for what is none."""
+        values = parse_json(text.removeprefix(MISTRAL_MARKER))
+        return [self._call(value) for value in values] if isinstance(values, list) else []
+
+    def _call(self, value: object) -> ToolCall | None:
+        return read_call(value, self._names, ("arguments",))
+
+
+class MistralNamesReader(MistralReader):
+    """Read calls whose names stand before their arguments."""
+
+    def _calls(self, text: str) -> list[ToolCall | None]:
+        calls, decoder, end = list[ToolCall | None](), json.JSONDecoder(parse_constant=refuse_constant), 0
+        while end < len(text):
+            begin = text.find(ARGS, end)
+            if begin < 0 or not text.startswith(MISTRAL_MARKER, end):
+                return [None]
+            name = text[end + len(MISTRAL_MARKER) : begin].partition(CALL_ID)[0].strip()
+            try:
+                arguments, end = decoder.raw_decode(text, _behind_blanks(text, begin + len(ARGS)))
+            except (ValueError, RecursionError):
+                return [None]
+            calls.append(self._call({"name": name, "arguments": arguments}))
+            end = _behind_blanks(text, end)
+        return calls
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 class LlamaReader:

@@ -21,7 +21,15 @@ from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.structured_output.matcher import CompiledGrammar
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
-from lorasrv.text.tool_parsers.formats import HERMES, LLAMA, MISTRAL, ToolFormat, detect_format
+from lorasrv.text.tool_parsers.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_11,
+    MISTRAL_13,
+    ToolFormat,
+    detect_format,
+)
 
 NAMES = frozenset({"get_weather", "clock"})
 PARIS = ToolCall("get_weather", '{"city": "Paris"}')
@@ -86,7 +94,30 @@ ANSWERS = [
     (MISTRAL, "[TOOL_CALLS] {bad", ["[TOOL_CALLS] {bad"]),
     (MISTRAL, "text [TOOL_CAL", ["text [TOOL_CAL"]),
     (MISTRAL, f"[TOOL_CALLS][{P}, 1]", [f"[TOOL_CALLS][{P}, 1]"]),
+    (
+        MISTRAL_13,
+        'See.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS] {}\n',
+        ["See.", PARIS, CLOCK],
+    ),
+    (MISTRAL_11, '[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{"city": "Paris"}', [PARIS]),
+    (MISTRAL_13, "[TOOL_CALLS]other[ARGS]{}", ["[TOOL_CALLS]other[ARGS]{}"]),
+    (MISTRAL_13, "[TOOL_CALLS]clock[ARGS]{} and text", ["[TOOL_CALLS]clock[ARGS]{} and text"]),
+    (
+        MISTRAL_13,
+        '[TOOL_CALLS]clock[ARGS]{"a": "[TOOL_CALLS]x[ARGS]"}',
+        [ToolCall("clock", '{"a": "[TOOL_CALLS]x[ARGS]"}')],
+    ),
+    (MISTRAL_13, "[TOOL_CALLS]clock", ["[TOOL_CALLS]clock"]),
+    (MISTRAL_13, "[TOOL_CALLS]clock[ARGS]{bad", ["[TOOL_CALLS]clock[ARGS]{bad"]),
 ]
+
+
+def call_of(form: ToolFormat, name: str, arguments: str) -> str:
+    """A call, without what is around it."""
+    if form.between_parts is None:
+        return f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+    begin, args = form.between_parts
+    return f"{name}{begin and begin + 'a1B2c3D4e'}{args}{arguments}"
 
 
 @pytest.mark.parametrize(("form", "text", "parts"), ANSWERS)
@@ -109,8 +140,8 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
 
 @settings(max_examples=300, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", *'{}x \n[<"\\'])),
-    form=st.sampled_from([HERMES, LLAMA, MISTRAL]),
+    words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", *'{}x \n[<"\\'])),
+    form=st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_13]),
 )
 def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
     assert "".join(read(form, words)) == "".join(words)
@@ -135,7 +166,12 @@ def test_a_long_answer_of_calls_that_seem_to_stand_in_strings_is_looked_through_
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [(HERMES, f"{_hermes(P)}\n{_hermes(C)} tail"), (LLAMA, f"{PL}; {PL}"), (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]")],
+    [
+        (HERMES, f"{_hermes(P)}\n{_hermes(C)} tail"),
+        (LLAMA, f"{PL}; {PL}"),
+        (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]"),
+        (MISTRAL_13, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS]{}'),
+    ],
 )
 def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> None:
     assert read(form, [text], parallel=False) == [PARIS]
@@ -149,7 +185,8 @@ def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> Non
         (templates.LLAMA, LLAMA),
         (templates.MISTRAL, MISTRAL),
         (templates.XML, None),
-        (templates.MISTRAL + "{# [ARGS] #}", None),
+        (templates.MISTRAL + "{# [ARGS] #}", MISTRAL_13),
+        (templates.MISTRAL + "{# [CALL_ID] [ARGS] #}", MISTRAL_11),
         (templates.PLAIN, None),
     ],
 )
@@ -188,14 +225,14 @@ def long(*values: object) -> Any:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-@pytest.mark.parametrize("form", [HERMES, *long(LLAMA, MISTRAL)], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [HERMES, MISTRAL_13, *long(LLAMA, MISTRAL, MISTRAL_11)], ids=lambda form: form.name)
 @pytest.mark.parametrize("parallel", [True, *long(False)])
 async def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer) -> None:
     """What the grammar allows is what the reader reads: tokens are chosen by chance, and two calls are tried."""
     function = templates.WEATHER["function"]
     tools = [Tool("get_weather", function["parameters"]), Tool("clock", {"type": "object", "properties": {}})]  # type: ignore[index]
     grammar = form.grammar(tools, parallel, builtin_tokenizer)
-    call = f'{{"name": "get_weather", "{form.arguments}": {{"city": "Köln"}}}}'
+    call = call_of(form, "get_weather", '{"city": "Köln"}')
     before, after = form.around
     call = before + call + after
     two = form.list_of[0] + (form.between or "; ").join([call, call]) + form.list_of[1]
@@ -218,7 +255,14 @@ async def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, buil
 SPECIAL = replace(HERMES, marker="<|im_start|>", around=("<|im_start|>\n", "\n</tool_call>"))
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, SPECIAL], ids=["hermes", "llama", "mistral", "special"])
+# Markers and what is between the parts of a call as tokens that no text spells.
+NAMES_AFTER_TOKENS = replace(
+    MISTRAL_11, marker="<|im_start|>", between="<|im_start|>", between_parts=("<jupyter_code>", "<jupyter_output>")
+)
+FREE = [HERMES, LLAMA, MISTRAL, SPECIAL, MISTRAL_13, NAMES_AFTER_TOKENS]
+
+
+@pytest.mark.parametrize("form", FREE, ids=["hermes", "llama", "mistral", "special", "mistral-13", "tokens"])
 async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     form: ToolFormat, builtin_tokenizer: Tokenizer
 ) -> None:
@@ -226,7 +270,7 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     tools = [Tool("get_weather", parameters, is_strict=True), Tool("clock", {"type": "strin"})]
 
     def written(name: str, arguments: str) -> str:
-        call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        call = call_of(form, name, arguments)
         marker = form.marker if form.forces_marker else ""
         return marker + form.list_of[0] + form.around[0] + call + form.around[1] + form.list_of[1]
 
@@ -244,6 +288,9 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     else:
         texts += [f"Hm.\n{good}"]
         bad += [f"Hm. {text}" for text in bad]
+    if form in (MISTRAL_13, NAMES_AFTER_TOKENS):
+        texts += [f"Well.{good}{other}"]
+        bad += [f"{good}{bad[0]}"]
     if form in (HERMES, SPECIAL):
         texts += [f"{good}\n{other} and {good} so"]
         bad += [f"{good} and {bad[0]}"]
@@ -251,7 +298,7 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13], ids=["hermes", "mistral", "mistral-13"])
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_an_answer_is_json_by_a_schema_or_calls(
     form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer
@@ -265,7 +312,7 @@ async def test_an_answer_is_json_by_a_schema_or_calls(
         return (form.marker if form.forces_marker else "") + form.list_of[0] + inside + form.list_of[1]
 
     good, other = (
-        f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        call_of(form, name, arguments)
         for name, arguments in (("get_weather", '{"city": "Köln"}'), ("clock", '{"any": [1]}'))
     )
     grammar = form.grammar_beside(json_of(schema, "response_format"), tools, parallel, builtin_tokenizer)
