@@ -132,11 +132,13 @@ def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
         CorruptModel: some do not; the message names the first few.
     """
     wanted = tensor_shapes(spec)
-    missing = [name for name in wanted if name not in found]
+    missing = [spec.names.in_file(name) for name in wanted if name not in found]
     if missing:
         raise CorruptModel(f"{len(missing)} of {len(wanted)} tensors are missing: {_few(missing)}")
     wrong = [
-        f"{name} is {list(found[name])}, not {list(shape)}" for name, shape in wanted.items() if found[name] != shape
+        f"{spec.names.in_file(name)} is {list(found[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if found[name] != shape
     ]
     if wrong:
         raise CorruptModel(f"{len(wrong)} tensors have a wrong shape: {_few(wrong)}")

@@ -151,12 +151,11 @@ class HfCheckpoint:
         """Return the shapes of the tensors that the model has as floats, and of the weights of quantized modules."""
         packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
         yield from packed.items()
-        wanted = tensor_shapes(self.spec)
-        canonical = {self.spec.names.in_file(name): name for name in wanted}
+        canonical = {self.spec.names.in_file(name): name for name in tensor_shapes(self.spec)}
         for own in self._readers:
-            name = canonical.get(own, own)
+            name = canonical.get(own)
             # There may be others that nothing reads, and a quantized module has some of integers.
-            if name in wanted and name not in packed:
+            if name is not None and name not in packed:
                 yield name, self._shape(own)
 
     def _packing(self, method: str) -> StoredPacking | None:

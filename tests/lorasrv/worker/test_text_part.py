@@ -7,9 +7,10 @@ import pytest
 import torch
 from hand_decoder import HandDecoder
 from multimodal import LANGUAGE, WHOLE, multimodal_adapter, write_multimodal
+from safetensors.torch import load_file, save_file
 
 from adapter_store.errors import AdapterInvalid
-from lorasrv.errors import UnsupportedModel
+from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
 
 
@@ -49,4 +50,14 @@ def test_a_quantized_one_is_refused(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="quantized checkpoints of multimodal models"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_tensors_with_names_of_a_model_without_vision_are_missing(directory: Path, tmp_path: Path) -> None:
+    for file in directory.glob("*.json"):
+        (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(directory / "model.safetensors")
+    own = {name.removeprefix("language_model."): t for name, t in tensors.items() if name.startswith("language_model.")}
+    save_file(own, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModel, match=r"missing: language_model\.model\.embed_tokens\.weight, "):
         open_checkpoint(str(tmp_path))
