@@ -249,7 +249,8 @@ class Family:
         for table in self.config.get("nested", ()):
             inner = _table(config, table)
             config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
-        _check_only(config, _ONLY | self.config.get("only", {}), "config.json")
+        only = self.config.get("only", {}) | (self.config.get("text_only", {}) if text_prefix else {})
+        _check_only(config, _ONLY | only, "config.json")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
         windowed: tuple[bool, ...] = ()
         if fields.get("sliding_window"):
@@ -271,6 +272,7 @@ class Family:
         """
         if not self.text_parts or TEXT_PART not in config:
             return config, ""
+        _check_only(config, _ONLY, "config.json")
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
         return _table(config, TEXT_PART) | of_whole, _TEXT_PREFIX
 

@@ -150,6 +150,12 @@ def test_published_multimodal_configurations_are_those_of_transformers() -> None
     assert spec.names.in_file("lm_head.weight") == "language_model.lm_head.weight"
     with pytest.raises(CorruptModel, match="text_config must be an object"):
         detect("Mistral3ForConditionalGeneration", "mistral").spec_from_hf(config | {"text_config": [1]})
+    for changes, key in (
+        ({"is_causal": False}, "is_causal False"),
+        ({"text_config": text | {"layer_types": KINDS}}, r"layer_types \['"),
+    ):
+        with pytest.raises(UnsupportedModel, match=f"{key}.* is not supported, only "):
+            detect("Mistral3ForConditionalGeneration", "mistral").spec_from_hf(config | changes)
     with pytest.raises(UnsupportedModel, match=r"of 'mistral4' is not supported; known: .*ministral3, mistral"):
         detect("Mistral3ForConditionalGeneration", "mistral4")
 

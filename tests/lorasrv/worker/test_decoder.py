@@ -47,6 +47,7 @@ CASES = {
     "gemma3": {},
     "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0, "attn_logit_softcapping": 5.0},
     "ministral3": {},
+    "ministral3-window": {"sliding_window": 8, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
     "mpt": {},
     "mpt-six-heads": {"n_heads": 6, "d_model": 96},
     "phi3": {},
