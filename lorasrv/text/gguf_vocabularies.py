@@ -131,6 +131,8 @@ def _sentence_piece(vocabulary: SentencePieceVocabulary) -> Tokenizer:
     """Build what converters of SentencePiece models to tokenizer.json build."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     unknown = None if vocabulary.unknown_id is None else vocabulary.tokens[vocabulary.unknown_id]
+    if unknown is None and not all(f"<0x{byte:02X}>" in ids for byte in range(256)):
+        raise CorruptModel("tokenizer.ggml.tokens have neither a token for each byte nor one for unknown characters")
     merges = _merges(vocabulary, ids)
     backend = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     blank: normalizers.Normalizer = normalizers.Replace(" ", _SPACE)

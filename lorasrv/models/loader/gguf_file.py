@@ -8,6 +8,7 @@ it.
 import math
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -273,12 +274,14 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = 
         UnsupportedModel, CorruptModel: it is neither a byte-level BPE nor SentencePiece, or its description is damaged.
     """
     model = meta.get("tokenizer.ggml.model")
-    if model not in _VOCABULARIES:
+    if not isinstance(model, str) or model not in _VOCABULARIES:
         raise UnsupportedModel(
             f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE) and llama "
             "(SentencePiece); serve the model from its Hugging Face directory"
         )
     tokens = _strings(meta, "tokens")
+    if len(set(tokens)) < len(tokens) and (twice := [t for t, count in Counter(tokens).items() if t and count > 1]):
+        raise CorruptModel(f"tokenizer.ggml.tokens has {twice[0]!r:.60} more than once")
     template = meta.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise CorruptModel("the GGUF metadata has a chat_template that is no text")
@@ -303,7 +306,11 @@ def _bpe(meta: Mapping[str, Any], tokens: tuple[str, ...], types: list[int]) -> 
 
 def _sentence_piece(meta: Mapping[str, Any], tokens: tuple[str, ...], types: list[int]) -> SentencePieceVocabulary:
     scores = meta.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or not all(type(score) is float for score in scores) or len(scores) != len(tokens):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(type(score) is float and math.isfinite(score) for score in scores)
+    ):
         raise CorruptModel("the GGUF metadata has no tokenizer.ggml.scores with a number for each token")
     unknown, added = _of_type(types, _UNKNOWN), _of_type(types, _UNKNOWN, _CONTROL, _USER_DEFINED)
     is_phi3 = meta.get("general.architecture") == "phi3"

@@ -1,6 +1,7 @@
 """SentencePiece vocabularies of GGUF files: texts become the tokens that the sentencepiece library makes of them."""
 
 import io
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorasrv.errors import CorruptModel
+from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.detokenizer import Detokenizer
@@ -131,8 +132,23 @@ def test_added_tokens_of_phi3_take_the_white_space_behind_them(pair: Any) -> Non
         assert tokenizer.encode("<s> a", add_special_tokens=False) != tokenizer.encode("<s>a", add_special_tokens=False)
 
 
-@pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000])
+@pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000, [math.nan] * 1000])
 def test_scores_that_do_not_fit(pair: Any, scores: object) -> None:
     model, _ = pair
     with pytest.raises(CorruptModel, match=r"no tokenizer\.ggml\.scores with a number for each token"):
         read(metadata(model) | {"tokenizer.ggml.scores": scores})
+
+
+def test_vocabularies_that_lose_a_part_of_a_text(pair: Any) -> None:
+    model, _ = pair
+    meta = metadata(model)
+    tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    with pytest.raises(CorruptModel, match=r"tokens has '<s>' more than once"):
+        read(meta | {"tokenizer.ggml.tokens": ["<s>" if token == "</s>" else token for token in tokens]})
+    without_bytes = {"tokenizer.ggml.tokens": [token.removeprefix("<0x") or token for token in tokens]}
+    assert model.unk_id() in read(meta | without_bytes).encode("\N{FLUSHED FACE}")
+    ordinary = [1 if kind == UNKNOWN else kind for kind in types]
+    with pytest.raises(CorruptModel, match="neither a token for each byte nor one for unknown characters"):
+        read(meta | without_bytes | {"tokenizer.ggml.token_type": ordinary})
+    with pytest.raises(UnsupportedModel, match=r"tokenizer model \['llama'\] is not supported"):
+        read(meta | {"tokenizer.ggml.model": ["llama"]})
