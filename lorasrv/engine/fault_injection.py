@@ -171,7 +171,7 @@ class FaultInjector:
         Raises:
             InjectedFault, OutOfMemoryError: the fault.
         """
-        if self._poison and any(not self._poison.isdisjoint(share.token_ids) for share in part.requests):
+        if self._poison and any(not self._poison.isdisjoint(s.token_ids) for s in part.requests):
             raise InjectedFault("injected: a token that must not be computed")
         for fault in self._steps:
             if fault.happens(self._step):

@@ -104,8 +104,8 @@ def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) ->
     """Return the probability of a token in each of some rows of logits [N, V]."""
     some = logits if len(rows) == len(logits) else logits[list(rows)]
     picked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    requests: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
-    return requests
+    found: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
