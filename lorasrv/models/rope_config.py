@@ -143,6 +143,11 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
     has_factor = f"{scaling}factor" in meta or f"{prefix}rope.scale_linear" in meta
     kind = str(meta.get(f"{scaling}type", "linear" if has_factor else "none"))
     _require_known(kind, GGUF_ROPE_KINDS)
+    is_scaled = bool(meta.get(prefix + rules.get("scaled_queries", "")))
+    if is_scaled and kind != "yarn":
+        raise UnsupportedModel(
+            f"{prefix}{rules['scaled_queries']} with RoPE scaling {kind!r} is not supported, only yarn"
+        )
     factor = _number(meta, f"{scaling}attn_factor", 1.0)
     if factor != 1.0 and kind not in ("yarn", "longrope") and SHORT_FACTORS not in tensors:
         raise UnsupportedModel(f"{scaling}attn_factor {factor} is not supported with RoPE scaling {kind!r}, only 1.0")
@@ -167,7 +172,6 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
         # As mscale_all_dim beside an mscale of 1.
         all_dim = _number(meta, log_multiplier) if meta.get(log_multiplier) else 0.0
         scale = _yarn_scale(rope.factor) / _yarn_scale(rope.factor, all_dim)
-        is_scaled = bool(meta.get(prefix + rules.get("scaled_queries", "")))
         return replace(
             rope, attention_factor=factor * scale, max_position=rope.original_max_position if is_scaled else None
         ), second

@@ -506,6 +506,12 @@ def test_queries_of_ministral_are_not_scaled_by_position_within_its_context(tiny
             build(checkpoint, config, None)
     with pytest.raises(UnsupportedModel, match="'default' is not supported; known: yarn"):
         of("Ministral3", LLAMA)
+    meta = {key.replace("llama.", "mistral3."): value for key, value in GGUF.items()}
+    meta |= {"general.architecture": "mistral3", "mistral3.attention.temperature_scale": 0.1}
+    with pytest.raises(
+        UnsupportedModel, match="temperature_scale with RoPE scaling 'none' is not supported, only yarn"
+    ):
+        detect("mistral3").spec_from_gguf(meta)
 
 
 def test_a_tokenizer_is_refused_before_weights_are_loaded(
