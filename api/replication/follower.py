@@ -73,7 +73,9 @@ def first_page(store: AdapterStore, client: RegistryClient) -> None:
             while not is_last:
                 position = store.feed.position()
                 answer = await client.get(CHANGES, _asking(position, None, 0.0))
-                is_last = _apply(store, answer, position)[0].is_last
+                page, _ = _take_keys(store, answer, position)
+                store.follow(page)
+                is_last = page.is_last
         finally:
             await client.close()
 
@@ -268,9 +270,11 @@ class Follower:
             if self._keys != known or await run_in_threadpool(self._store.feed.position) != position:
                 # Another question was faster.
                 return False
-            page, changed, keys = await run_in_threadpool(lambda: _apply(self._store, answer, position))
+            # Keys first: a name must not be seen with the keys of before.
+            page, keys = await run_in_threadpool(_take_keys, self._store, answer, position)
+            self._keys = self._keys if keys is None else keys
+            changed = await run_in_threadpool(self._store.follow, page)
         self._history = page.position.history
-        self._keys = self._keys if keys is None else keys
         if changed.ids and self._on_changed is not None:
             await self._on_changed(changed)
         self._applied.set()
@@ -355,18 +359,16 @@ def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[
     return asked if keys is None else asked | {"keys": keys}
 
 
-def _apply(
+def _take_keys(
     store: AdapterStore, answer: Mapping[str, Any], position: Position | None
-) -> tuple[FeedPage, Followed, str | None]:
-    """Take over the page after a position, and the keys if they came with it; return the page, what changed, and the
-    keys' digest.
+) -> tuple[FeedPage, str | None]:
+    """Check the page after a position, and take over the keys if they came with it; return the page and the keys'
+    digest.
     """
     page = FeedPage.from_dict(answer.get("page"))
     _check_goes_on(page, position)
     _check_limits(page)
-    # Keys first: a name must not be seen with the keys of before.
-    keys = None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
-    return page, store.follow(page), keys
+    return page, None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
 
 
 def _check_goes_on(page: FeedPage, position: Position | None) -> None:

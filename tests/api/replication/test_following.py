@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -21,7 +22,7 @@ from server import eventually
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from tiny_adapter import BASE
 
-from adapter_store.errors import OriginDenied, OriginUnreachable, StoreUnusable
+from adapter_store.errors import OriginDenied, OriginUnreachable, StoreFull, StoreUnusable
 from adapter_store.registry.records import Change
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
@@ -445,8 +446,12 @@ def test_a_registry_with_a_full_disk_says_so_to_a_new_follower(
     client.close()
 
 
-def test_keys_of_an_answer_that_comes_late_are_not_taken(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A revoked key would come back: the change of keys moves no position."""
+@pytest.mark.parametrize("is_full", [False, True], ids=["", "full disk"])
+def test_keys_of_an_answer_that_comes_late_are_not_taken(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """A revoked key would come back: the change of keys moves no position. Also where the answer before could be
+    taken over in part."""
     node = cluster.follow()
     with closing(KeyStore(cluster.registry.store.root)) as key_store:
         key_store.create("ops", frozenset({Scope.ADMIN}))
@@ -473,6 +478,8 @@ def test_keys_of_an_answer_that_comes_late_are_not_taken(cluster: Cluster, monke
         eventually(lambda: "asked" in calls)
         key_store.create("zoe", frozenset({Scope.INFER}))
         eventually(lambda: "answered" in calls)
+        if is_full:
+            monkeypatch.setattr(node.store, "follow", Mock(side_effect=StoreFull("no room")))
         key_store.revoke("bob")
         eventually(lambda: node.ask(BASE, **bearer).status_code == 401)
         follower._tasks[0].get_loop().call_soon_threadsafe(late.set)
