@@ -19,11 +19,12 @@ from api.cli.doctor.machine import Check
 from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
 from lorasrv.config import PAGE_SIZE_TOKENS, size
-from lorasrv.errors import ConfigError, CorruptModel, LorasrvError, ModelNotFound, UnsupportedFormat
+from lorasrv.errors import ConfigError, LorasrvError, ModelNotFound, UnsupportedFormat
 
 if TYPE_CHECKING:
     from api.config.sources import Sources
     from lorasrv.models.loader.locate import ModelShape
+    from lorasrv.models.quantization import StoredWeights
     from lorasrv.models.spec import ModelSpec
 
 ASK_S = 2.0
@@ -49,9 +50,9 @@ def configuration(sources: "Sources") -> Check:
 
 
 def model(settings: ServerSettings) -> Check:
-    """Check by its header that the base exists and is of a known family."""
+    """Check by its headers that the base exists, is of a known family and has the tensors that are served."""
     try:
-        shape = _shape(settings.model)
+        shape = _base(settings)
     except LorasrvError as error:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
@@ -69,7 +70,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     from lorasrv.worker.host_memory import free_bytes
 
     try:
-        shape = _shape(settings.model)
+        shape = _base(settings)
     except LorasrvError:
         return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
     try:
@@ -192,24 +193,48 @@ def _shape(name: str) -> "ModelShape":
     return read_model_shape(name)
 
 
+def _base(settings: ServerSettings) -> "ModelShape":
+    """Return the base's shape, from a checkpoint that can be opened if its weights are here.
+
+    Raises:
+        LorasrvError: the base is not there or not served.
+    """
+    shape = _shape(settings.model)
+    _stored(settings)
+    return shape
+
+
+def _stored(settings: ServerSettings) -> "StoredWeights | None":
+    """Return how the base's weights are stored; None if they are not here yet.
+
+    Raises:
+        CorruptModel, UnsupportedFormat: they are not served.
+    """
+    from lorasrv.models.loader import open_checkpoint
+    from lorasrv.models.loader.locate import locate
+    from lorasrv.models.quantization import StoredWeights
+
+    try:
+        path, _ = locate(settings.model, download=False)
+    except ModelNotFound:
+        return None
+    with closing(open_checkpoint(str(path), settings.load_format, settings.quantized_weights)) as checkpoint:
+        return StoredWeights.of(checkpoint)
+
+
 def _quantization(settings: ServerSettings) -> str:
     """Return the weight format that serve will choose; int8 if the weights are not there yet.
 
     Raises:
-        UnsupportedFormat: an unknown format or group, with the choices.
+        CorruptModel, UnsupportedFormat: the weights are not served, or it is an unknown format or group, with the
+            choices.
     """
-    from lorasrv.models.loader import open_checkpoint
-    from lorasrv.models.loader.locate import locate
-    from lorasrv.models.quantization import StoredWeights, find_format, select_format
+    from lorasrv.models.quantization import find_format, select_format
 
     if settings.quantization != "auto":
         return find_format(settings.quantization, settings.quantization_group).name
-    try:
-        path, _ = locate(settings.model, download=False)
-        with closing(open_checkpoint(str(path), settings.load_format, settings.quantized_weights)) as checkpoint:
-            return select_format(StoredWeights.of(checkpoint))[0]
-    except (ModelNotFound, CorruptModel):
-        return "int8"
+    stored = _stored(settings)
+    return "int8" if stored is None else select_format(stored)[0]
 
 
 def _adapter(settings: ServerSettings, whole: "ModelSpec", rank: int) -> tuple[int, int]:

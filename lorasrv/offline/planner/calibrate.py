@@ -168,9 +168,12 @@ class _Run:
         await asyncio.gather(*(one(number) for number in range(requests)))
 
     async def _ask(self, adapter: int | None, prompt: int, tokens: int) -> float:
-        """Return the seconds until the first token. Taking an output costs the event loop about what a server's
-        answer would.
+        """Return the seconds until the first token of a request, shortened to the model's context. Taking an output
+        costs the event loop about what a server's answer would.
         """
+        context = self._engine.max_model_len
+        tokens = min(tokens, context // 2)
+        prompt = min(prompt, context - tokens)
         ids = [self._rng.randrange(100, self._engine.spec.vocab_size) for _ in range(prompt)]
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         key = None if adapter is None else self._adapters[adapter][0]

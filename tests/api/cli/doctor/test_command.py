@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sqlite3
 from contextlib import closing
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_adapter import SHAPES
 
 from adapter_store.errors import StoreUnusable
@@ -21,7 +23,7 @@ from api.cli.doctor import serving as doctor_serving
 from api.config.settings import ServerSettings
 from api.config.sources import Sources
 from lorasrv.errors import ModelNotFound
-from lorasrv.models.loader.locate import ModelShape
+from lorasrv.models.loader.locate import ModelShape, read_model_shape
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +140,24 @@ class TestStore:
             monkeypatch.setattr(doctor_serving.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
             assert doctor_serving.disk(settings(tmp_path), 2).status == status
         assert "0 adapters" in doctor_serving.disk(settings(tmp_path, store_bytes="1KiB"), 2).text
+
+
+class TestModel:
+    def test_weights_that_serve_would_refuse(
+        self, tiny_hf_checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The header of config.json is served; the file lacks a tensor."""
+        monkeypatch.setattr(doctor_serving, "_shape", read_model_shape)
+        folder = tmp_path / "base"
+        shutil.copytree(tiny_hf_checkpoints["llama"](), folder)
+        given = settings(tmp_path, model=str(folder))
+        assert doctor_serving.model(given).status == "ok"
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        found = doctor_serving.model(given)
+        assert (found.status, "model.layers.1.mlp.down_proj.weight" in found.text) == ("fail", True)
+        assert doctor_serving.memory(given, 2).fix == "no memory plan without a base: see model"
 
 
 class TestMemory:
