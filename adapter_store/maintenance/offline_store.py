@@ -67,6 +67,7 @@ class OfflineStore:
             self.blobs = BlobDirectory(root)
             self.index = Index(root / "index.sqlite3")
             undo.callback(self.index.close)
+            self.index.checked_records()
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from adapter_store.errors import AdapterError, StoreUnusable, show
+from adapter_store.errors import StoreUnusable, show
 from adapter_store.registry.database import SCHEMA_VERSION
 from adapter_store.registry.references import check_adapter_id, check_digest
 from adapter_store.spec import FORMS, AdapterId
@@ -18,7 +18,7 @@ CONTENTS = "contents"
 """Table of the contents that rows of versions name."""
 MAX_INTEGER = 2**62
 MAX_NUMBER = 1e18
-WRONG = (AdapterError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+WRONG = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 """Errors of reading what is not as this version writes it."""
 _Check = Callable[[Any], object]
 
@@ -140,8 +140,6 @@ class FeedPage:
             _check_rows(rows, {name for name, _, _ in ids})
             flags = bool(values["is_first"]), bool(values["is_last"])
             return cls(position, SCHEMA_VERSION, str(values["base"]), *flags, ids, rows)
-        except StoreUnusable:
-            raise
         except WRONG as error:
             raise StoreUnusable(f"the registry's answer is no page of changes: {error!r:.300}") from None
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from adapter_store.errors import StoreUnusable
 from adapter_store.formats.adapter_config import canonical_json, decisive_fields
 from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.database import sql_errors
 from adapter_store.registry.feed import ChangeFeed
+from adapter_store.registry.feed_page import WRONG
 from adapter_store.registry.records import AdapterRecord, Change, VersionRecord
-from adapter_store.registry.references import Shares, check_shares
+from adapter_store.registry.references import Shares, check_digest, check_shares
 from adapter_store.spec import BF16, AdapterId, AdapterKey, Form
 from adapter_store.validation.report import UploadReport
 
@@ -105,6 +107,23 @@ class Index(ChangeFeed):
         """Return every id with its versions, or only the one given."""
         return self._records(*(("WHERE adapter_id = ?", (adapter_id,)) if adapter_id is not None else ("", ())))
 
+    def checked_records(self) -> dict[AdapterId, AdapterRecord]:
+        """Return every id with its versions, as a store needs them that is opened: an earlier version may have taken
+        over rows that this one cannot read.
+
+        Raises:
+            StoreUnusable: there is one, or a digest, which becomes a path, that is none.
+        """
+        try:
+            for digest in self.referenced_digests():
+                check_digest(digest)
+            return self.records()
+        except WRONG as error:
+            fix = "put back a copy of the folder"
+            if self.position() is not None:
+                fix = "delete the folder, and everything comes again from the registry"
+            raise StoreUnusable(f"its index has a row that cannot be read ({error!r:.200}): {fix}") from error
+
     def changed_since(self, revision: int) -> dict[AdapterId, AdapterRecord | None]:
         """Return the ids that changed after a revision with their versions; None for those that were deleted."""
         changed = "SELECT adapter_id FROM last_versions WHERE revision > ?"
@@ -125,7 +144,8 @@ class Index(ChangeFeed):
             )
             for name, version, key, created_s, report, *content in rows:
                 facts = json.loads(report)
-                record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"], *content)
+                numbers = int(facts["rank_max"]), int(facts["weights_bytes"])
+                record = VersionRecord(version, key, created_s, *numbers, *content)
                 versions.setdefault(name, []).append(record)
             rows = self._db.execute(f"SELECT adapter_id, limits FROM adapter_limits {where}", values)
             limits = {name: json.loads(text) for name, text in rows}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from adapter_store.errors import StoreUnusable
 from adapter_store.registry.base_identity import BaseIdentity, check_same_base
 from adapter_store.registry.feed import PAGE_IDS
-from adapter_store.registry.feed_page import CONTENTS, FeedPage, Position
+from adapter_store.registry.feed_page import CONTENTS, WRONG, FeedPage, Position
 from adapter_store.registry.index import Index
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord
@@ -130,7 +130,7 @@ class NameFeed:
         try:
             with self._index.following(page):
                 return self._index.changed_since(shown if page.is_last else first - 1)
-        except (LookupError, TypeError, ValueError) as error:
+        except WRONG as error:
             raise StoreUnusable(f"the registry's changes cannot be read: {error!r:.300}") from None
 
     def _without_reserved(

@@ -145,9 +145,9 @@ def read_records(index: Index, reserved: Collection[str], *, follows: bool) -> d
     """Return what a store contains when it opens; one that follows does not show ids that are reserved.
 
     Raises:
-        StoreUnusable: an adapter's id is reserved in a store that owns its names.
+        StoreUnusable: a row cannot be read, or an adapter's id is reserved in a store that owns its names.
     """
-    records = index.records()
+    records = index.checked_records()
     if follows:
         return {name: record for name, record in records.items() if name not in reserved}
     if taken := sorted(records.keys() & reserved):

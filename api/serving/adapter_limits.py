@@ -42,7 +42,7 @@ class AdapterLimits:
                 self._merged(record.limits)
             except (InvalidLimits, TypeError) as error:
                 raise StoreUnusable(
-                    f"the store keeps limits of {record.adapter_id!r} that are invalid: {error}"
+                    f"store {self._store.root} keeps limits of {record.adapter_id!r} that are invalid: {error}"
                 ) from None
 
     async def apply_all(self) -> None:

@@ -14,6 +14,7 @@ from following import NearOrigin, catch_up, shown
 from store_kit import BASE, OWN_TOKENS, RESIZABLE, add, add_with_tokens, build, put
 
 from adapter_store.errors import AdapterCorrupt, AdapterNotFound, OriginUnreachable, StoreFollows, StoreUnusable
+from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.registry import feed
 from adapter_store.registry.feed_page import FeedPage
 from adapter_store.registry.records import Change
@@ -308,6 +309,7 @@ def test_a_row_with_a_wrong_value_changes_nothing(
         ("adapters", ["zoe", 1, 1.0]),
         ("adapters", None),
         ("uploads", ["mia", 1, "{}", "{}"]),
+        ("uploads", ["mia", 1, '{"rank_max": 4, "weights_bytes": "many"}', "{}"]),
         ("adapter_limits", ["mia", '{"max_running": "two"}']),
         ("contents", ["0" * 64, "sha256:" + "0" * 64, "{}", 1.0, "bf16"]),
         ("contents", ["0" * 64, "0" * 64, "{}", 1.0, "int4"]),
@@ -326,6 +328,37 @@ def test_a_row_that_is_no_index_changes_nothing(
     assert (follower.list_adapters(), follower.feed.position()) == ([], before)
     catch_up(follower, store)
     assert shown(follower) == shown(store)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "adapters SET current_version = 9",
+        "adapter_limits SET limits = '{'",
+        "contents SET weights_digest = '../../../mine'",
+        "uploads SET report = '{}'",
+        "versions SET adapter_id = 'zoe'",
+    ],
+)
+def test_an_index_with_a_row_that_cannot_be_read(
+    store: AdapterStore, follower: AdapterStore, origin: NearOrigin, change: str
+) -> None:
+    """Earlier versions have taken over more than this one does. All comes again into an empty folder."""
+    add(store, "mia")
+    store.change("mia", Change(limits={"max_running": 2}))
+    catch_up(follower, store)
+    for one in (store, follower):
+        one.close()
+        with closing(sqlite3.connect(one.root / "index.sqlite3")) as index, index:
+            index.execute(f"UPDATE {change}")
+    says = "store {} cannot be used: its index has a row that cannot be read .*: {}"
+    copy, again = "put back a copy of the folder", "delete the folder, and everything comes again from the registry"
+    with pytest.raises(StoreUnusable, match=says.format(store.root, copy)):
+        AdapterStore(store.root, BASE)
+    with pytest.raises(StoreUnusable, match=says.format(store.root, copy)):
+        OfflineStore(store.root)
+    with pytest.raises(StoreUnusable, match=says.format(follower.root, again)):
+        AdapterStore(follower.root, BASE, origin=origin)
 
 
 @pytest.mark.parametrize("is_absolute", [True, False])

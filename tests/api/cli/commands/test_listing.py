@@ -116,11 +116,15 @@ def test_a_store_that_cannot_be_read(cli, command: str, filled: Path, base: Path
     with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
         index.execute("UPDATE base SET fingerprint = 'none'")
     damaged = cli(*arguments, filled)
+    with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
+        index.execute("UPDATE uploads SET report = '{'")
+    unreadable = cli(*arguments, filled)
     (filled / "index.sqlite3").write_bytes(b"no database" * 99)
     no_index = cli(*arguments, filled)
     says = {
         "in use by another server": in_use,
         "there is no adapter store in it": nothing,
+        f"store {filled} cannot be used: its index has a row that cannot be read": unreadable,
         "index is damaged (file is not a database): put back a copy": no_index,
     }
     for words, done in {**says, **({"damaged in the index": damaged} if command == "check" else {})}.items():
