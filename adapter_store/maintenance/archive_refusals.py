@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from adapter_store.errors import AdaptersRefused, BlobTooLarge, InvalidArchive, show
 from adapter_store.maintenance.archive_format import Archive
 from adapter_store.maintenance.archived_sums import ArchivedPart, check_sums
+from adapter_store.quota import MAX_PER_ID
 from adapter_store.registry.records import AdapterRecord
 from adapter_store.registry.references import parse_reference
 from adapter_store.spec import AdapterId
@@ -36,6 +37,7 @@ class Refusals:
         self._settled: set[AdapterId] = set()
         self._sums: dict[tuple[AdapterId, int], Sequence[ArchivedPart]] = {}
         self._limits(archive, check_limits)
+        self._counts(archive)
         self._sizes(archive, max_bytes)
         self._defaults(archive, check_defaults)
         for at, parts in self._sums.items():
@@ -69,6 +71,13 @@ class Refusals:
                 check(record.limits)
             except (ValueError, TypeError) as error:
                 self.add(record.adapter_id, f"{record.adapter_id}: limits: {error}")
+
+    def _counts(self, archive: Archive) -> None:
+        for record in archive.records:
+            name = record.adapter_id
+            for what, number in (("versions", len(record.versions)), ("aliases", len(record.aliases))):
+                if number > MAX_PER_ID:
+                    self.add(name, f"{name}: {number} {what}, and {MAX_PER_ID} are allowed; delete some, then export")
 
     def _sizes(self, archive: Archive, max_bytes: int) -> None:
         for (adapter_id, version), upload in archive.uploads.items():

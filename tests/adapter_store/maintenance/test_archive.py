@@ -27,6 +27,7 @@ from adapter_store.errors import (
 from adapter_store.maintenance import archive
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
+from adapter_store.quota import MAX_PER_ID
 from adapter_store.registry.index import Index
 from adapter_store.storage.blobs import BlobUpload
 from adapter_store.store import AdapterStore
@@ -233,6 +234,24 @@ class TestArchive:
         found = manifest_of(exported(tmp_path / "new"))
         assert found["adapters"].keys() == manifest["adapters"].keys() - {"large"}
         assert set(written) == {of["weights"] for of in found["contents"].values()}
+
+    @pytest.mark.parametrize("what", ["versions", "aliases"])
+    def test_more_of_an_id_than_is_allowed(self, data: bytes, tmp_path: Path, what: str) -> None:
+        """Each change of the id would read all of them. None of its weights are written."""
+
+        def change(manifest: dict[str, Any]) -> None:
+            zoe = manifest["adapters"]["zoe"]
+            version = zoe["versions"]["1"]
+            for number in range(2, MAX_PER_ID + 2):
+                zoe["versions"][str(number)] = version
+            if what == "aliases":
+                del zoe["versions"][str(MAX_PER_ID + 1)]
+                zoe["aliases"] = {f"a{number}": 1 for number in range(MAX_PER_ID + 1)}
+
+        with OfflineStore(tmp_path / "new", create=True) as closed:
+            with pytest.raises(AdaptersRefused, match=rf"zoe: 1001 {what}, and 1000 are allowed"):
+                import_store(closed, io.BytesIO(rebuilt(data, change)), BASE, 16)
+            assert (closed.index.records(), blobs(tmp_path / "new")) == ({}, {})
 
     def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
         assert exported(root) == data
