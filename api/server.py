@@ -373,13 +373,13 @@ class _EngineServer(DrainingServer):
 
 def _ready(settings: ServerSettings, engine: "ServedEngine", listener: socket.socket, seconds: float) -> Ready:
     host, port = listener.getsockname()[:2]
-    snapshot = engine.metrics.snapshot()
+    stats = engine.metrics.stats()
     return Ready(
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         model=settings.served_model_name or engine.model_name,
         quantization=engine.quantization,
-        pool_bytes=snapshot.pool_bytes,
-        pages=snapshot.pages_total,
+        pool_bytes=stats.pool_bytes,
+        pages=stats.pages_total,
         seconds=seconds,
     )
 

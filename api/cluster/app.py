@@ -218,7 +218,7 @@ class ReplicaDeployment(ReplicaServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the figures that the number of replicas depends on."""
-        load = ReplicaLoad.of(self.running.services.engine.metrics.snapshot())
+        load = ReplicaLoad.of(self.running.services.engine.metrics.stats())
         return {name: float(getattr(load, name)) for name in FIGURES}
 
     def __del__(self) -> None:

@@ -58,7 +58,7 @@ class StoreEngine:
         self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, frozenset(spec.eos_token_ids))
         self.metrics, self.heartbeat = EngineMetrics(EngineStats()), Heartbeat()
         self.profile, self.step_stats = StepProfile(), StepStats()
-        self.queue_limiter = QueueLimiter(SchedulerOptions(), self.metrics.snapshot)
+        self.queue_limiter = QueueLimiter(SchedulerOptions(), self.metrics.stats)
         self.in_flight = InFlightRequests(lambda *_: None)
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False

@@ -35,7 +35,7 @@ async def version() -> dict[str, str]:
 async def info(services: ServicesDep) -> dict[str, Any]:
     """Return the model and settings: the applicable fields of TGI's and LoRAX's /info, and our own."""
     engine, settings = services.engine, services.settings
-    snapshot = engine.metrics.snapshot()
+    stats = engine.metrics.stats()
     return {
         "model_id": services.base_name,
         "model_sha": None,
@@ -51,8 +51,8 @@ async def info(services: ServicesDep) -> dict[str, Any]:
         "max_input_length": engine.max_model_len - 1,
         "max_input_tokens": engine.max_model_len - 1,
         "max_lora_rank": settings.max_lora_rank,
-        "weight_bytes": snapshot.weight_bytes,
-        "kv_token_bytes": snapshot.pool_bytes // max(1, snapshot.pages_total * engine.page_size_tokens),
+        "weight_bytes": stats.weight_bytes,
+        "kv_token_bytes": stats.pool_bytes // max(1, stats.pages_total * engine.page_size_tokens),
         "operations": operations(engine.spec).to_dict(),
         "router": "lorasrv",
         "version": __version__,

@@ -42,7 +42,7 @@ def _memory(services: Services, pool: PoolMap) -> dict[str, int | None]:
 
     On CUDA, weights and pool are in the device's memory instead.
     """
-    figures = services.engine.metrics.snapshot()
+    figures = services.engine.metrics.stats()
     return {
         "resident_bytes": resident_bytes(),
         "weight_bytes": figures.weight_bytes,

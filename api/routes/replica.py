@@ -15,7 +15,7 @@ router = APIRouter()
 async def show_replica(services: ServicesDep) -> dict[str, Any]:
     """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
     # First what a registry without an engine refuses.
-    fingerprint, figures = services.engine.fingerprint, services.engine.metrics.snapshot()
+    fingerprint, figures = services.engine.fingerprint, services.engine.metrics.stats()
     load = ReplicaLoad.of(figures)
     return {
         "model": services.base_name,

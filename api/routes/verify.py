@@ -76,7 +76,7 @@ def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: Verify
         why = f"{ref.adapter_id}@{ref.version} has {spec.vocab_size} tokens, and the base has others to compare it with"
         raise InvalidRequest(f"{why}: adapters with a vocabulary of their own are not verified", param="id")
     if not body.ignore_memory:
-        weight_bytes = services.engine.metrics.snapshot().weight_bytes
+        weight_bytes = services.engine.metrics.stats().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))
     # The other process has no GPU: what the server computes on one is computed as on a CPU.
     kernels = "auto" if config.model.kernels == "triton" else config.model.kernels

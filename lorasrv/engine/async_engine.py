@@ -119,7 +119,7 @@ class AsyncEngine:
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile
         self.step_stats = self._engine.step_stats
-        self.queue_limiter = QueueLimiter(options, self.metrics.snapshot)
+        self.queue_limiter = QueueLimiter(options, self.metrics.stats)
         self.in_flight = InFlightRequests(self._abort_with_error)
         self.request_stats = RequestStats()
         self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.request_stats, *observers))

@@ -104,13 +104,13 @@ class EngineStats:
 
 
 class EngineMetrics:
-    """Hold the newest snapshot. Replacing it is one assignment, so readers need no lock."""
+    """Hold the newest statistics. Replacing them is one assignment, so readers need no lock."""
 
     def __init__(self, first: EngineStats) -> None:
-        self._snapshot = first
+        self._stats = first
 
-    def publish(self, snapshot: EngineStats) -> None:
-        self._snapshot = snapshot
+    def publish(self, stats: EngineStats) -> None:
+        self._stats = stats
 
-    def snapshot(self) -> EngineStats:
-        return self._snapshot
+    def stats(self) -> EngineStats:
+        return self._stats

@@ -127,7 +127,7 @@ def steps(llm: LLM, prompt_tokens: int, rows: int, count: int) -> None:
             begun = time.perf_counter()
             if len(llm.engine.step()) == rows:
                 taken.append(1e3 * (time.perf_counter() - begun))
-        held = llm.engine.metrics.snapshot().pages_kv
+        held = llm.engine.metrics.stats().pages_kv
         for rid in ids:
             llm.engine.abort(rid)
         llm.engine.step()

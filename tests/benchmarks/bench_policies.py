@@ -340,12 +340,12 @@ async def bursts(a: argparse.Namespace) -> None:
         async with serving(a, policy) as server:
             for turn in range(2):
                 await open_loop(server.ask, burst(2 * a.burst, seed=-1 - turn))
-            before, answers, took = server.engine.metrics.snapshot(), [], []
+            before, answers, took = server.engine.metrics.stats(), [], []
             for turn in range(a.rounds):
                 done = await open_loop(server.ask, burst(a.burst, seed=turn))
                 answers += done
                 took.append(max(x.arrivals_s[-1] for x in done) - min(x.sent_s for x in done))
-            after = server.engine.metrics.snapshot()
+            after = server.engine.metrics.stats()
         ttfts = [answer.ttft_ms for answer in answers]
         each = [1e3 * answer.took_s / answer.ask.answer for answer in answers]
         cells = [statistics.mean(ttfts), *quantiles(ttfts, 0.5, 0.99)]
@@ -459,7 +459,7 @@ async def _streaming(server: Server, count: int) -> AsyncIterator[Streams]:
 
     tasks = [asyncio.create_task(stream(number % NUM_PERSONAS)) for number in range(count)]
     try:
-        while server.engine.metrics.snapshot().requests_running < count:
+        while server.engine.metrics.stats().requests_running < count:
             await asyncio.sleep(0.05)
         yield streams
     finally:

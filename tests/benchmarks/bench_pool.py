@@ -142,12 +142,12 @@ def run(made: Bench, corner: Corner, fraction: float | None, new_tokens: int) ->
             reported.clear()
             engine.step()
             if engine.made_progress:
-                running.append(engine.metrics.snapshot().requests_running)
+                running.append(engine.metrics.stats().requests_running)
             else:
                 reported.wait(IDLE_S)
         seconds = time.perf_counter() - begin
         engine.check_integrity()
-        s = engine.metrics.snapshot()
+        s = engine.metrics.stats()
     assert s.generated_tokens_total == corner.requests * new_tokens, "a request did not end as it should"
     loads = s.adapter_loads_disk_total + s.adapter_loads_host_total
     mean = statistics.mean(running)

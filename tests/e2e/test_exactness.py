@@ -184,7 +184,7 @@ def _run_arriving(llm: LLM, work: list[tuple[str | None, list[int], int]], abort
         for output in llm.engine.step():
             tokens[int(output.request_id[1:])] += output.new_token_ids
         step += 1
-    return tokens, llm.engine.metrics.snapshot().preemptions_total
+    return tokens, llm.engine.metrics.stats().preemptions_total
 
 
 def _tie(oracle, personas, work: tuple[str | None, list[int], int], one: list[int], other: list[int]) -> float:

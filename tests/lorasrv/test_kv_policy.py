@@ -166,7 +166,7 @@ def test_an_answer_depends_on_its_request_alone(
             aborted = [replace(ask, abort_after=rng.choice([None, 3, 30])) for ask in some]
             tight.compare(aborted, mixed, salt="shared")
         if "pages" in given:
-            assert tight.engine.metrics.snapshot().preemptions_total > 0
+            assert tight.engine.metrics.stats().preemptions_total > 0
 
 
 def test_pages_behind_the_window_are_free(model: Path, library: AdapterStore) -> None:
@@ -198,9 +198,9 @@ def test_later_pages_are_not_those_of_full_attention(roomy: Drafted) -> None:
     salt = "prefix"
 
     def cached(options: dict[str, object]) -> int:
-        before = roomy.engine.metrics.snapshot().cached_tokens_total
+        before = roomy.engine.metrics.stats().cached_tokens_total
         said = roomy.run([Ask(LONG[:200], sampling, options=options)], salt=salt)
-        found = roomy.engine.metrics.snapshot().cached_tokens_total - before
+        found = roomy.engine.metrics.stats().cached_tokens_total - before
         assert said == roomy.run([Ask(LONG[:200], sampling, options=options)])
         return found
 

@@ -192,7 +192,7 @@ class Drafted:
 
     @property
     def steps(self) -> int:
-        return self.engine.metrics.snapshot().steps_total
+        return self.engine.metrics.stats().steps_total
 
     def key(self, name: str | None) -> AdapterKey | None:
         return None if name is None else self.store.resolve(name).key

@@ -187,13 +187,13 @@ class Storm:
             self._step()
         assert not self.live, f"requests that never ended: {list(self.live)[:5]}"
         self.engine.check_integrity()
-        snapshot = self.engine.metrics.snapshot()
-        self.tally.preemptions = snapshot.preemptions_total
-        self.tally.evictions = snapshot.adapter_evictions_total
-        self.tally.loads = snapshot.adapter_loads_disk_total + snapshot.adapter_loads_host_total
-        self.tally.moved_pages = snapshot.moved_pages_total
-        self.tally.swaps = snapshot.swaps_total
-        self.tally.cached_tokens = snapshot.cached_tokens_total
+        stats = self.engine.metrics.stats()
+        self.tally.preemptions = stats.preemptions_total
+        self.tally.evictions = stats.adapter_evictions_total
+        self.tally.loads = stats.adapter_loads_disk_total + stats.adapter_loads_host_total
+        self.tally.moved_pages = stats.moved_pages_total
+        self.tally.swaps = stats.swaps_total
+        self.tally.cached_tokens = stats.cached_tokens_total
         self.tally.seconds = time.monotonic() - begun
         return self.tally
 

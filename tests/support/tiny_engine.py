@@ -206,7 +206,7 @@ async def idle(served: AsyncEngine) -> None:
     """Wait until no request is left."""
 
     def holds_none() -> bool:
-        shown = served.metrics.snapshot()
+        shown = served.metrics.stats()
         return not shown.requests_running + shown.requests_waiting + shown.requests_waiting_for_adapter + shown.pages_kv
 
     await until(holds_none)

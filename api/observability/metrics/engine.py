@@ -1,4 +1,4 @@
-"""Export the engine's newest snapshot and its thread's counters under Prometheus names, and the store's counts.
+"""Export the engine's newest statistics and its thread's counters under Prometheus names, and the store's counts.
 
 Nothing here reads a disk.
 """
@@ -113,42 +113,42 @@ TIERS = {
 
 
 class EngineCollector(Collector):
-    """Read one snapshot per scrape, without disturbing the engine's thread."""
+    """Read the statistics once per scrape, without disturbing the engine's thread."""
 
     def __init__(self, engine: ServedEngine, base_name: str) -> None:
         self._engine = engine
         self._base_name = base_name
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._engine.metrics.snapshot()
+        stats = self._engine.metrics.stats()
         known = {"version": __version__, "model": self._base_name, "quantization": self._engine.quantization}
         yield InfoMetricFamily("lorasrv", "Server version and base model", known)
         yield GaugeMetricFamily("lorasrv_up", "1 while the engine answers", float(self._engine.is_alive))
         for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, name))
+            yield GaugeMetricFamily(f"lorasrv_{name}", text, getattr(stats, name))
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, f"{name}_total"))
+            yield CounterMetricFamily(f"lorasrv_{name}", text, getattr(stats, f"{name}_total"))
         yield GaugeMetricFamily(
-            "lorasrv_last_step_timestamp_seconds", "Unix time of the last engine step", _unix(snapshot.last_step_s)
+            "lorasrv_last_step_timestamp_seconds", "Unix time of the last engine step", _unix(stats.last_step_s)
         )
         for name, (metric, text) in COSTS.items():
             costs = GaugeMetricFamily(f"lorasrv_{metric}", text, labels=["part"])
-            for part, seconds in getattr(snapshot, name).items():
+            for part, seconds in getattr(stats, name).items():
                 costs.add_metric([part], seconds)
             yield costs
-        yield from _by_tier(snapshot)
-        yield from _of_drafts(snapshot)
+        yield from _by_tier(stats)
+        yield from _of_drafts(stats)
         reads = self._engine.disk_reads()
         late = "Reads of adapters that took longer than --load-timeout-s"
         yield CounterMetricFamily("lorasrv_disk_reads_timed_out", late, reads.num_given_up)
         yield GaugeMetricFamily("lorasrv_disk_reads_hung", f"{late} and have not returned", reads.num_hung)
         finished = CounterMetricFamily("lorasrv_requests_finished", "Finished requests", labels=["reason"])
-        for reason, count in snapshot.requests_finished_total.items():
+        for reason, count in stats.requests_finished_total.items():
             finished.add_metric([str(reason)], count)
         yield finished
         for name, text in REFUSALS.items():
             refused = CounterMetricFamily(f"lorasrv_{name}", text, labels=["reason"])
-            for reason, count in getattr(snapshot, f"{name}_total").items():
+            for reason, count in getattr(stats, f"{name}_total").items():
                 refused.add_metric([reason], count)
             yield refused
         yield from self._of_steps()
@@ -176,26 +176,26 @@ def histogram(name: str, text: str, counted: Histogram) -> HistogramMetricFamily
     return HistogramMetricFamily(f"lorasrv_{name}", text, counted.cumulative(), counted.sum)
 
 
-def _by_tier(snapshot: "EngineStats") -> Iterator[Metric]:
+def _by_tier(stats: "EngineStats") -> Iterator[Metric]:
     for name, (text, fields) in TIERS.items():
         is_gauge = name == "adapters_resident"
         kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily if is_gauge else CounterMetricFamily
         family = kind(f"lorasrv_{name}", text, labels=["tier"])
         for tier, field in fields.items():
-            family.add_metric([tier], getattr(snapshot, field))
+            family.add_metric([tier], getattr(stats, field))
         yield family
 
 
-def _of_drafts(snapshot: "EngineStats") -> Iterator[Metric]:
+def _of_drafts(stats: "EngineStats") -> Iterator[Metric]:
     for name, text in DRAFTS.items():
         drafts = CounterMetricFamily(f"lorasrv_{name}", text, labels=["drafter", "depth"])
-        for drafter, counts in getattr(snapshot, f"{name}_total").items():
+        for drafter, counts in getattr(stats, f"{name}_total").items():
             for depth, count in sorted(counts.items()):
                 drafts.add_metric([drafter, str(depth)], count)
         yield drafts
     for name, text in CALIBRATION.items():
         expected = CounterMetricFamily(f"lorasrv_{name}", text, labels=["chance"])
-        for tenth, count in sorted(getattr(snapshot, f"{name}_total").items()):
+        for tenth, count in sorted(getattr(stats, f"{name}_total").items()):
             expected.add_metric([f"{tenth / 10}"], count)
         yield expected
 

@@ -24,15 +24,15 @@ class VllmCollector(Collector):
         self._max_lora = max_lora
 
     def collect(self) -> Iterator[Metric]:
-        snapshot, traffic = self._engine.metrics.snapshot(), self._engine.request_stats
-        waiting = snapshot.requests_waiting + snapshot.requests_waiting_for_adapter
-        yield self._gauge("num_requests_running", "Requests in the running batch", snapshot.requests_running)
+        stats, traffic = self._engine.metrics.stats(), self._engine.request_stats
+        waiting = stats.requests_waiting + stats.requests_waiting_for_adapter
+        yield self._gauge("num_requests_running", "Requests in the running batch", stats.requests_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue", waiting)
-        usage = snapshot.kv_cache_usage_ratio
+        usage = stats.kv_cache_usage_ratio
         yield self._gauge("kv_cache_usage_perc", "KV cache usage; 1 is full", usage)
-        yield self._counter("prompt_tokens", "Prompt tokens", snapshot.prompt_tokens_total)
-        yield self._counter("generation_tokens", "Generated tokens", snapshot.generated_tokens_total)
-        yield self._counter("num_preemptions", "Preemptions", snapshot.preemptions_total)
+        yield self._counter("prompt_tokens", "Prompt tokens", stats.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Generated tokens", stats.generated_tokens_total)
+        yield self._counter("num_preemptions", "Preemptions", stats.preemptions_total)
         for name, text, counted in (
             ("time_to_first_token_seconds", "Time to the first token", traffic.first_token),
             ("inter_token_latency_seconds", "Time between two output tokens", traffic.inter_token),
@@ -46,11 +46,11 @@ class VllmCollector(Collector):
             "vllm:request_success", "Finished requests", labels=["model_name", "finished_reason"]
         )
         for reason in SUCCESSES:
-            ended.add_metric([self._base_name, reason], snapshot.requests_finished_total.get(reason, 0))
+            ended.add_metric([self._base_name, reason], stats.requests_finished_total.get(reason, 0))
         yield ended
         yield self._loras()
         cache = GaugeMetricFamily("vllm:cache_config_info", "KV cache layout", labels=["block_size", "num_gpu_blocks"])
-        cache.add_metric([str(self._engine.page_size_tokens), str(snapshot.pages_total)], 1)
+        cache.add_metric([str(self._engine.page_size_tokens), str(stats.pages_total)], 1)
         yield cache
 
     def _loras(self) -> Metric:

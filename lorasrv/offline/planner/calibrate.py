@@ -143,7 +143,7 @@ class _Run:
         finally:
             await self._engine.shutdown()
         steps = self._observed.steps
-        copy_byte_s = self._engine.metrics.snapshot().load_costs["copy_byte"]
+        copy_byte_s = self._engine.metrics.stats().load_costs["copy_byte"]
         step = fitted(steps)
         costs = MachineProfile(
             step=step,
@@ -200,10 +200,10 @@ class _Run:
         loads = []
         for number, (key, nbytes) in enumerate(self._adapters):
             self._progress("measuring loads", number / NUM_ADAPTERS)
-            before, begun = self._engine.metrics.snapshot().adapter_load_seconds_total, time.perf_counter()
+            before, begun = self._engine.metrics.stats().adapter_load_seconds_total, time.perf_counter()
             await self._engine.warm(key, LOADS_S)
             ended = time.perf_counter()
-            seconds = self._engine.metrics.snapshot().adapter_load_seconds_total - before
+            seconds = self._engine.metrics.stats().adapter_load_seconds_total - before
             loads.append(_MeasuredLoad(nbytes, seconds, begun, ended))
             if ended > ends_s and number % 2:
                 break

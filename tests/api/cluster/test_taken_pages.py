@@ -75,7 +75,7 @@ def ask(cluster: Any, model: str, salt: str) -> tuple[str, int | None]:
 
 def received(served: SimpleNamespace) -> int:
     """Tokens whose pages it has taken from peers since its start."""
-    counters = served.engine.metrics.snapshot()
+    counters = served.engine.metrics.stats()
     return int(counters.peer_pages_received_total) * PAGE
 
 

@@ -129,9 +129,9 @@ def test_answers_go_with_their_adapter(served: SimpleNamespace) -> None:
     forgotten, kept = [figures(False) for _ in range(2)], [figures(True) for _ in range(4)]
     assert [told["accepted"] for told in forgotten] == [0, 0]
     assert kept[0]["accepted"] == 0 < 20 < kept[-1]["accepted"]
-    size = served.engine.metrics.snapshot().corpus_bytes
+    size = served.engine.metrics.stats().corpus_bytes
     served.http.delete("/v1/adapters/two").raise_for_status()
-    eventually(lambda: served.ask("x", speculation=False) and served.engine.metrics.snapshot().corpus_bytes < size)
+    eventually(lambda: served.ask("x", speculation=False) and served.engine.metrics.stats().corpus_bytes < size)
 
 
 def test_answers_to_one_key_never_draft_for_another(
@@ -163,9 +163,9 @@ def test_answers_to_one_key_never_draft_for_another(
         assert [accepted(ann, cache_salt="s") for _ in range(2)] == [0, 0]
         kept = {"speculation": {"drafters": ["corpus"], "remember": True}}
         assert accepted(ann, cache_salt="s", **kept) == 0 < accepted(ann, cache_salt="s")
-        size = served.engine.metrics.snapshot().corpus_bytes
+        size = served.engine.metrics.stats().corpus_bytes
         keys.revoke("bob")
         # The figures are those of the last step.
         metrics = served.engine.metrics
-        eventually(lambda: not accepted(ann, speculation=False) and metrics.snapshot().corpus_bytes < size)
+        eventually(lambda: not accepted(ann, speculation=False) and metrics.stats().corpus_bytes < size)
         assert accepted(ann) > 20

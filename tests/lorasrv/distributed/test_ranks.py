@@ -184,7 +184,7 @@ def test_preempted_requests(
     counts = []
 
     def count(llm: LLM) -> None:
-        stats = llm.engine.metrics.snapshot()
+        stats = llm.engine.metrics.stats()
         counts.append((stats.preemptions_total, stats.swaps_total))
 
     def short(llm: LLM) -> None:
@@ -228,7 +228,7 @@ def test_cached_prefixes_and_drafts(text: str, tiny_hf_checkpoints: dict[str, Ti
     counted, moved, move = [], [], RankExchange.on_slots_moved
 
     def count(llm: LLM) -> None:
-        stats = llm.engine.metrics.snapshot()
+        stats = llm.engine.metrics.stats()
         counted.append((stats.cached_tokens_total, sum(stats.accepted_draft_tokens_by_chance_total.values())))
 
     def noted(own: RankExchange, moves: Sequence[SlotMoves]) -> None:

@@ -230,7 +230,7 @@ async def test_a_stop_string_ends_the_request_in_the_engine_too(engine) -> None:
     cut = await ask(engine, None, sampling=replace(LONG, stop=(stop,)))
     assert "".join(o.text for o in cut) == text[: text.index(stop)]
     assert (cut[-1].finish_reason, cut[-1].stop_reason) == (FinishReason.STOP, stop)
-    await until(lambda: engine.metrics.snapshot().requests_finished_total == {"length": 1, "stop": 1})
+    await until(lambda: engine.metrics.stats().requests_finished_total == {"length": 1, "stop": 1})
 
 
 async def test_outputs_are_handed_over_when_the_next_step_computes(engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ async def test_more_requests_than_may_be_queued_are_told_to_come_back(engine, mo
         engine.check_admission("bob")
     await second.aclose()
     await first.aclose()
-    await until(lambda: engine.metrics.snapshot().requests_finished_total == {"abort": 2})
+    await until(lambda: engine.metrics.stats().requests_finished_total == {"abort": 2})
     assert len(tokens(await ask(engine, None))) == 20
     assert engine.queue_limiter.num_tokens == engine.queue_limiter.num_queued() == 0
 
@@ -392,8 +392,8 @@ async def test_requests_are_counted(engine, store) -> None:
     left = await engine.add(PROMPT, LONG)
     await anext(left)
     await left.aclose()
-    await until(lambda: engine.metrics.snapshot().requests_finished_total == {"length": 2, "abort": 1})
-    assert engine.metrics.snapshot().generated_tokens_total < 400
+    await until(lambda: engine.metrics.stats().requests_finished_total == {"length": 2, "abort": 1})
+    assert engine.metrics.stats().generated_tokens_total < 400
     assert await engine.tier(key) is AdapterTier.RESIDENT
     traffic = engine.request_stats
     account = traffic.of("one")
@@ -493,7 +493,7 @@ async def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(
     assert engine.queue_limiter.num_tokens == 0
     assert ends.refused == ["KeyboardInterrupt"]
     assert len(tokens(await ask(engine, key))) == 20
-    await until(lambda: engine.queue_limiter._num_sent == engine.metrics.snapshot().requests_arrived_total)
+    await until(lambda: engine.queue_limiter._num_sent == engine.metrics.stats().requests_arrived_total)
     assert engine.queue_limiter.num_queued() == 0
 
 
@@ -503,7 +503,7 @@ async def test_a_late_reader_finds_everything_in_few_outputs(engine) -> None:
     await ask(engine, None, sampling=replace(GREEDY, max_tokens=1))
     prompt = await ask(engine, None, sampling=sampling)
     stream = await engine.add(PROMPT, sampling)
-    await until(lambda: engine.metrics.snapshot().requests_finished_total == {"length": 3})
+    await until(lambda: engine.metrics.stats().requests_finished_total == {"length": 3})
     late = await collect(stream)
     for name in ("token_ids", "logprobs", "text_offsets"):
         assert [x for o in late for x in getattr(o, name)] == [x for o in prompt for x in getattr(o, name)], name

@@ -211,7 +211,7 @@ async def test_a_begun_request_keeps_its_slot_but_under_mlfq(world: World, alone
     assert len(beside) == 5
     if scheduling_policy == "mlfq":
         assert beside == [["old 0", "urgent"]] * 5, "the newer of the two has its slot back afterwards"
-    assert world.engine.metrics.snapshot().preemptions_total == 0
+    assert world.engine.metrics.stats().preemptions_total == 0
 
 
 @pytest.mark.engine(scheduling_policy="fair", max_num_seqs=4)
@@ -231,7 +231,7 @@ async def test_an_account_below_its_share_takes_a_slot_under_fair(world: World, 
     world.gate.open()
     for label, ask in (asks | {"cool": (LONG[40:60], 8, "two")}).items():
         assert await world.tokens(label) == alone(*ask)
-    assert world.engine.metrics.snapshot().preemptions_total == 0
+    assert world.engine.metrics.stats().preemptions_total == 0
     assert all(len(names) <= 4 for names in world.gate.named())
 
 
@@ -248,9 +248,9 @@ async def test_every_policy_says_the_same(world: World, alone, scheduling_policy
     world.gate.open()
     for label, ask in asks.items():
         assert await world.tokens(label) == alone(*ask), label
-    snapshot = world.engine.metrics.snapshot()
-    assert snapshot.preemptions_total > 0
-    assert (snapshot.swaps_total > 0) == (preemption_mode == "swap")
+    stats = world.engine.metrics.stats()
+    assert stats.preemptions_total > 0
+    assert (stats.swaps_total > 0) == (preemption_mode == "swap")
     assert all(len(names) <= 4 for names in world.gate.named())
 
 
@@ -300,7 +300,7 @@ async def test_a_timeout_in_mid_stream_ends_one_request(world: World, alone, sch
         await anext(world.streams["late"])
     assert await world.tokens("calm") == alone(LONG[20:40], 30, "one")
     assert await world.tokens("base") == alone(LONG[40:60], 30)
-    assert world.engine.metrics.snapshot().requests_finished_total == {"length": 3, "timeout": 1}
+    assert world.engine.metrics.stats().requests_finished_total == {"length": 3, "timeout": 1}
 
 
 async def test_a_rate_pauses_and_resumes_an_adapter_and_no_other(world: World, alone) -> None:
@@ -320,7 +320,7 @@ async def test_a_rate_pauses_and_resumes_an_adapter_and_no_other(world: World, a
     assert await world.tokens("other") == alone(LONG[:10], 60, "two")
     await world.engine.set_limits("slow", None)
     assert await world.tokens("slow") == alone(LONG[:45], 20, "one")
-    assert world.engine.metrics.snapshot().preemptions_total == 0
+    assert world.engine.metrics.stats().preemptions_total == 0
 
 
 async def test_limits_that_change_while_serving(world: World, alone) -> None:
@@ -463,4 +463,4 @@ async def test_abort_of_one_that_lost_its_pages(world: World, alone, preemption_
     await world.streams["r1"].aclose()
     world.gate.open()
     assert await world.tokens("r0") == alone(LONG[:30], 60)
-    assert world.engine.metrics.snapshot().swap_bytes == 0
+    assert world.engine.metrics.stats().swap_bytes == 0

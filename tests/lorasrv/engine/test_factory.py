@@ -153,11 +153,11 @@ def opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_pool_counts_in_pages_of_the_format(opened) -> None:
     with opened(40) as llm:
-        assert llm.engine.metrics.snapshot().pages_total == 40
+        assert llm.engine.metrics.stats().pages_total == 40
         assert llm.engine._parts.memory.layout.block_bytes == BLOCK
     with opened(40, "float32") as llm:
         floats = KV_FORMATS["float32"].page_bytes(KV_HEADS, DIM, PAGE) * LAYERS
-        assert llm.engine.metrics.snapshot().pages_total == 40 * BLOCK // floats < 20
+        assert llm.engine.metrics.stats().pages_total == 40 * BLOCK // floats < 20
     rounded_down = PoolLayout.of_bytes(7 * 5 * 6528 + 4000, TOY.page_bytes(3, 64, 16), 16, 5)
     assert rounded_down == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_slabs=5)
 
@@ -206,11 +206,11 @@ def test_pages_are_copied_swapped_and_found_again_with_their_scales(
         assert answers(llm, ASKED) == alone, kinds
         # The first pages of prompts are still there.
         assert answers(llm, ASKED[-2:]) == alone[-2:], kinds
-        snapshot = llm.engine.metrics.snapshot()
+        stats = llm.engine.metrics.stats()
         llm.engine.check_integrity()
-    assert snapshot.preemptions_total > 0
-    assert (snapshot.swaps_total > 0) == (preemption == "swap")
-    assert snapshot.cached_tokens_total > 0
+    assert stats.preemptions_total > 0
+    assert (stats.swaps_total > 0) == (preemption == "swap")
+    assert stats.cached_tokens_total > 0
 
 
 def test_float16_pages_are_served(opened) -> None:

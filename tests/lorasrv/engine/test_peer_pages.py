@@ -98,8 +98,8 @@ async def test_an_answer_is_the_same_to_the_bit(
             assert handed[-1].timing.num_cached_tokens == WHOLE * PAGE
             said.append(tuple(tokens(alone)))
         assert len(set(said)) == 3, "an adapter that changes nothing proves nothing"
-        assert taker.metrics.snapshot().peer_pages_received_total == 3 * WHOLE
-        assert giver.metrics.snapshot().peer_pages_sent_total == 3 * WHOLE
+        assert taker.metrics.stats().peer_pages_received_total == 3 * WHOLE
+        assert giver.metrics.stats().peer_pages_sent_total == 3 * WHOLE
 
 
 async def test_pages_of_a_running_request_are_there_for_the_next_server(pair: Pair) -> None:
@@ -157,7 +157,7 @@ async def test_no_salt_finds_anothers_pages(pair: Pair) -> None:
         stolen = await ask(taker, None, PROMPT, cache_salt=salt, peer=PEER)
         assert (sent(stolen), tokens(stolen)) == (0, tokens(alone))
     assert sent(await ask(taker, None, PROMPT, cache_salt="key:ann", peer=PEER)) == WHOLE * PAGE
-    assert taker.metrics.snapshot().peer_prompts_refused_total == {"missing": 4}
+    assert taker.metrics.stats().peer_prompts_refused_total == {"missing": 4}
     assert len(link.asked) == 5
 
 
@@ -208,7 +208,7 @@ async def test_others_run_while_one_waits_and_a_broken_peer_costs_time_only(pair
     assert not waiting.done()
     blocked.set()
     assert tokens(await waiting) == alone
-    assert taker.metrics.snapshot().peer_prompts_received_total == 0
+    assert taker.metrics.stats().peer_prompts_received_total == 0
 
 
 async def test_a_fetch_for_nobody_ends(pair: Pair) -> None:
@@ -226,7 +226,7 @@ async def test_a_fetch_for_nobody_ends(pair: Pair) -> None:
     await until(lambda: bool(link.asked))
     await stream.aclose()
     await until(ended.is_set)
-    await until(lambda: taker.metrics.snapshot().peer_prompts_refused_total == {"unneeded": 1})
+    await until(lambda: taker.metrics.stats().peer_prompts_refused_total == {"unneeded": 1})
 
 
 async def test_a_lease_that_has_ended_gives_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ async def test_a_lease_that_has_ended_gives_nothing(pair: Pair, monkeypatch: pyt
     await ask(pair[1], None, PROMPT, peer=PEER)
     [wanted] = link.asked
     lease = await giver.pages.offer(wanted.digests)
-    await until(lambda: giver.metrics.snapshot().page_leases == 1)
+    await until(lambda: giver.metrics.stats().page_leases == 1)
     whole = bytes(giver.pages.read(lease.lease_id, 0, WHOLE))
     assert whole == b"".join(bytes(giver.pages.read(lease.lease_id, place, 1)) for place in range(WHOLE))
     read, ends = giver.pages._read, asyncio.get_running_loop()

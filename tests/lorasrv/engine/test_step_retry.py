@@ -180,12 +180,12 @@ class Times:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_fails_once_ends_no_request(llm, undisturbed, monkeypatch: pytest.MonkeyPatch, place) -> None:
-    failed = llm.engine.metrics.snapshot().requests_failed_total
+    failed = llm.engine.metrics.stats().requests_failed_total
     times = Times(1, 4, 9, 13, 17)
     place(llm, monkeypatch, times)
     assert answers(llm) == undisturbed
     assert times.calls > 20
-    assert llm.engine.metrics.snapshot().requests_failed_total == failed
+    assert llm.engine.metrics.stats().requests_failed_total == failed
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_step_that_fails_once_ends_no_request(llm, undisturbed, monkeypatch: p
 def test_one_that_cannot_be_computed_fails_alone(llm, undisturbed, monkeypatch, place, victim: int) -> None:
     # The same request is the victim in several places.
     monkeypatch.setattr("lorasrv.engine.poison_requests.MAX_FAULTS", 10**9)
-    before = llm.engine.metrics.snapshot().requests_failed_total
+    before = llm.engine.metrics.stats().requests_failed_total
 
     def fails(step: SchedulerOutput) -> None:
         if any(POISON in scheduled.history for scheduled in step.requests):
@@ -213,7 +213,7 @@ def test_one_that_cannot_be_computed_fails_alone(llm, undisturbed, monkeypatch, 
     assert isinstance(found[victim], StepFailed)
     others = [i for i in range(len(WORK)) if i != victim]
     assert [found[i] for i in others] == [undisturbed[i] for i in others]
-    assert llm.engine.metrics.snapshot().requests_failed_total == before + 1
+    assert llm.engine.metrics.stats().requests_failed_total == before + 1
 
 
 def test_a_failed_request_leaves_right_pages_in_the_prefix_cache(make, undisturbed, monkeypatch) -> None:
@@ -531,4 +531,4 @@ def test_every_way_of_choosing(make, monkeypatch: pytest.MonkeyPatch, pages: int
     _around(monkeypatch, llm.engine._parts.executor.runner, "run", before, after)
     assert list(map(_outcome, drive(llm, _every_way(llm)))) == expected
     if pages < 100:
-        assert llm.engine.metrics.snapshot().swaps_total > 0
+        assert llm.engine.metrics.stats().swaps_total > 0

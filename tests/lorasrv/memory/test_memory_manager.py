@@ -40,7 +40,7 @@ async def test_a_prompt_that_was_seen_is_not_computed_again(engine, keys, alone)
     salted = await ask(engine, None, cache_salt="tenant")
     assert salted[-1].timing.num_cached_tokens == 0
     assert tokens(salted) == alone(PROMPT, GREEDY, None)
-    assert engine.metrics.snapshot().cached_tokens_total == 2 * 96
+    assert engine.metrics.stats().cached_tokens_total == 2 * 96
 
 
 async def test_cached_tokens_of_a_resumed_answer_are_those_of_its_prompt(engine) -> None:
@@ -48,7 +48,7 @@ async def test_cached_tokens_of_a_resumed_answer_are_those_of_its_prompt(engine)
     whole = tokens(await ask(engine, None))
     resumed = await ask(engine, None, resumed_token_ids=tuple(whole[:19]))
     assert tokens(resumed) == whole
-    assert resumed[-1].timing.num_cached_tokens == engine.metrics.snapshot().cached_tokens_total == len(PROMPT)
+    assert resumed[-1].timing.num_cached_tokens == engine.metrics.stats().cached_tokens_total == len(PROMPT)
 
 
 @pytest.mark.parametrize("length", [1, 16, 45, *(pytest.param(n, marks=pytest.mark.long) for n in (15, 17, 48))])
@@ -64,7 +64,7 @@ async def test_choices_share_their_prompt_and_are_what_each_alone_would_be(engin
     assert len({tuple(said) for said in expected}) == 4
     assert [answer[-1].timing.num_cached_tokens for answer in answers] == [0, *[length - 1] * 3]
     if length == 45:
-        assert engine.metrics.snapshot().copied_pages_total == 3, "the last holder writes where it is"
+        assert engine.metrics.stats().copied_pages_total == 3, "the last holder writes where it is"
 
 
 async def test_a_choice_goes_on_when_the_first_one_leaves(engine, alone) -> None:
@@ -83,11 +83,11 @@ def test_preempted_requests_say_the_same(model, adapter_dirs, alone, preemption)
     with offline_engine(model, adapter_dirs, 32, preemption_mode=preemption, swap_bytes=64 * BLOCK) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
         answers = llm.generate(prompts, sampling, names)
-        snapshot = llm.engine.metrics.snapshot()
+        stats = llm.engine.metrics.stats()
         llm.engine.check_integrity()
-    assert snapshot.preemptions_total > 0
-    assert (snapshot.swaps_total > 0) == (preemption == "swap")
-    assert snapshot.swap_bytes == 0
+    assert stats.preemptions_total > 0
+    assert (stats.swaps_total > 0) == (preemption == "swap")
+    assert stats.swap_bytes == 0
     assert [list(a.token_ids) for a in answers] == [alone(p, sampling, n) for p, n in zip(prompts, names, strict=True)]
 
 
@@ -117,7 +117,7 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
     with offline_engine(model, adapter_dirs, 120) as llm:
         messages = [llm._message(PROMPT, GREEDY, llm._find(name)) for name in names]
         answers = drive(llm, messages, lambda number: _throw_about(llm.engine, number))
-        assert llm.engine.metrics.snapshot().moved_pages_total > 100
+        assert llm.engine.metrics.stats().moved_pages_total > 100
     said = [[token for output in answer for token in output.new_token_ids] for answer in answers]
     assert said == [alone(PROMPT, GREEDY, name) for name in names]
 
@@ -166,7 +166,7 @@ async def test_two_names_of_one_content_share_everything(engine, store, keys, ad
     assert tokens(twin) == alone(PROMPT, GREEDY, "one")
     assert twin[-1].timing.tier is AdapterTier.RESIDENT
     assert twin[-1].timing.num_cached_tokens == 32
-    assert engine.metrics.snapshot().adapters_resident == 1
+    assert engine.metrics.stats().adapters_resident == 1
 
 
 @pytest.mark.engine(pages=2 * PAGES_OF_THREE - 3)
@@ -177,7 +177,7 @@ async def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(engine
     for _ in range(2):
         answers = await asyncio.gather(*(ask(engine, keys[n], PROMPT[:20]) for n in names))
         assert [tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in names]
-    assert engine.metrics.snapshot().adapter_evictions_total >= 3
+    assert engine.metrics.stats().adapter_evictions_total >= 3
 
 
 def _hold_load(store: AdapterStore, slow: AdapterKey, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -195,15 +195,15 @@ def _hold_load(store: AdapterStore, slow: AdapterKey, monkeypatch: pytest.Monkey
 async def test_a_slow_load_delays_its_own_requests_only(engine, store, keys, alone, monkeypatch) -> None:
     slow, hold = keys["one"], _hold_load(store, keys["one"], monkeypatch)
     waiting = [asyncio.ensure_future(ask(engine, slow)) for _ in range(2)]
-    await until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 2)
+    await until(lambda: engine.metrics.stats().requests_waiting_for_adapter == 2)
     for name in (None, "two", "three", None):
         key = keys[name]
         assert tokens(await ask(engine, key)) == alone(PROMPT, GREEDY, name), "no step waits for a load"
-    snapshot = engine.metrics.snapshot()
-    assert snapshot.requests_waiting_for_adapter == 2
-    assert (snapshot.adapter_loads_disk_total, snapshot.adapters_arriving) == (2, 1), "one load for two requests"
+    stats = engine.metrics.stats()
+    assert stats.requests_waiting_for_adapter == 2
+    assert (stats.adapter_loads_disk_total, stats.adapters_arriving) == (2, 1), "one load for two requests"
     gone = asyncio.ensure_future(ask(engine, slow))
-    await until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 3)
+    await until(lambda: engine.metrics.stats().requests_waiting_for_adapter == 3)
     gone.cancel()
     hold.set()
     for outputs in await asyncio.gather(*waiting):
@@ -215,14 +215,14 @@ async def test_a_slow_load_delays_its_own_requests_only(engine, store, keys, alo
 async def test_a_cancelled_load_may_be_asked_for_again(engine, store, keys, alone, monkeypatch) -> None:
     key, hold = keys["one"], _hold_load(store, keys["one"], monkeypatch)
     stream = await engine.add(PROMPT, GREEDY, RequestOptions(adapter_key=key))
-    await until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
+    await until(lambda: engine.metrics.stats().adapters_arriving == 1)
     await stream.aclose()
-    await until(lambda: engine.metrics.snapshot().adapters_arriving == 0)
+    await until(lambda: engine.metrics.stats().adapters_arriving == 0)
     again = asyncio.ensure_future(ask(engine, key))
-    await until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
+    await until(lambda: engine.metrics.stats().adapters_arriving == 1)
     hold.set()
     assert tokens(await again) == alone(PROMPT, GREEDY, "one")
-    assert engine.metrics.snapshot().requests_finished_total == {"abort": 1, "length": 1}
+    assert engine.metrics.stats().requests_finished_total == {"abort": 1, "length": 1}
     source = engine._engine._parts.source
     assert source is not None
     await until(lambda: source.host_stats().bytes_pinned == 0)
@@ -233,11 +233,11 @@ async def test_prefetch_into_a_full_pool_takes_nothing_from_those_who_run(engine
     """The pool has room for the running requests to their last token, and for nothing else until they end."""
     long = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     running = [asyncio.ensure_future(ask(engine, None, PROMPT[i:], sampling=long)) for i in range(4)]
-    await until(lambda: engine.metrics.snapshot().requests_running == 4)
+    await until(lambda: engine.metrics.stats().requests_running == 4)
     adapted = await asyncio.gather(*(ask(engine, keys[n]) for n in ("one", "two", "three")))
     assert [tokens(await task) for task in running] == [alone(PROMPT[i:], long, None) for i in range(4)]
     assert [tokens(a) for a in adapted] == [alone(PROMPT, GREEDY, n) for n in ("one", "two", "three")]
-    assert engine.metrics.snapshot().preemptions_total == 0
+    assert engine.metrics.stats().preemptions_total == 0
 
 
 async def test_on_cold(engine, keys, alone) -> None:
@@ -246,7 +246,7 @@ async def test_on_cold(engine, keys, alone) -> None:
     assert tokens(fallback) == alone(PROMPT, GREEDY, None)
     assert fallback[-1].timing.fell_back
     assert fallback[-1].timing.tier is AdapterTier.DISK
-    await until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+    await until(lambda: engine.metrics.stats().adapters_resident == 1)
     warm = await ask(engine, key, on_cold=OnCold.FALLBACK_BASE)
     assert tokens(warm) == alone(PROMPT, GREEDY, "one")
     assert not warm[-1].timing.fell_back
@@ -254,9 +254,9 @@ async def test_on_cold(engine, keys, alone) -> None:
     with pytest.raises(AdapterCold, match="brought in") as caught:
         await ask(engine, cold, on_cold=OnCold.REJECT)
     assert 0 < caught.value.retry_after_s < 5
-    await until(lambda: engine.metrics.snapshot().adapters_resident == 2)
+    await until(lambda: engine.metrics.stats().adapters_resident == 2)
     assert tokens(await ask(engine, cold, on_cold=OnCold.REJECT)) == alone(PROMPT, GREEDY, "two")
-    assert engine.metrics.snapshot().requests_finished_total == {"length": 3, "refused": 1}
+    assert engine.metrics.stats().requests_finished_total == {"length": 3, "refused": 1}
 
 
 async def test_warm_pin_and_the_map(engine, store, keys, monkeypatch) -> None:
@@ -266,7 +266,7 @@ async def test_warm_pin_and_the_map(engine, store, keys, monkeypatch) -> None:
     assert reached.load_ms > 0
     assert (await engine.warm(key, 5.0)).load_ms == 0
     assert (await engine.warm(other, 0.0)).tier is not AdapterTier.RESIDENT
-    await until(lambda: engine.metrics.snapshot().adapters_resident == 2)
+    await until(lambda: engine.metrics.stats().adapters_resident == 2)
     assert (await engine.pin(key)).tier is AdapterTier.RESIDENT
     stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=400), RequestOptions(adapter_key=key))
     await anext(stream)
@@ -305,7 +305,7 @@ async def test_pins_are_bounded_and_given_up_only_for_an_accepted_request(engine
     await engine.pin(keys["two"])
     with pytest.raises(InvalidRequest, match="half of the pool"):
         await engine.pin(keys["three"])
-    assert engine.metrics.snapshot().adapters_resident == 1
+    assert engine.metrics.stats().adapters_resident == 1
     assert tokens(await ask(engine, keys["one"])) == alone(PROMPT, GREEDY, "one")
     most = replace(GREEDY, max_tokens=300)
     assert len(tokens(await ask(engine, None, sampling=most))) == 300
@@ -338,13 +338,13 @@ async def test_a_pool_full_of_old_prompts_gives_way(engine, keys, alone, how: st
     key = keys["two"]
     for i in range(12):
         await ask(engine, None, [30 + i, *PROMPT])
-    assert engine.metrics.snapshot().pages_free < 5
+    assert engine.metrics.stats().pages_free < 5
     if how == "wait":
         assert tokens(await ask(engine, key)) == alone(PROMPT, GREEDY, "two")
     elif how == "reject":
         with pytest.raises(AdapterCold, match="is being brought in"):
             await ask(engine, key, on_cold=OnCold.REJECT)
-        await until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+        await until(lambda: engine.metrics.stats().adapters_resident == 1)
     else:
         reached = await (engine.warm(key, 5.0) if how == "warm" else engine.pin(key))
         assert reached.tier is AdapterTier.RESIDENT
@@ -353,7 +353,7 @@ async def test_a_pool_full_of_old_prompts_gives_way(engine, keys, alone, how: st
 @pytest.mark.engine(pages=16)
 async def test_no_room_for_what_is_cold_is_said(engine, keys) -> None:
     stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=190))
-    await until(lambda: engine.metrics.snapshot().pages_free < 5)
+    await until(lambda: engine.metrics.stats().pages_free < 5)
     with pytest.raises(AdapterCold, match="no room for it now") as caught:
         await ask(engine, keys["three"], on_cold=OnCold.REJECT)
     assert caught.value.retry_after_s >= 5

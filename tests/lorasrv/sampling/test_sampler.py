@@ -230,7 +230,7 @@ def test_preempted_and_computed_again_it_is_the_same(model: Path, llm: LLM) -> N
     with offline_engine(model, pages=20, **SERVED) as tight:
         expect_short_answers(tight.engine._parts.scheduler.predictor)
         done = _ask(tight, long)
-        assert tight.engine.metrics.snapshot().preemptions_total > 0
+        assert tight.engine.metrics.stats().preemptions_total > 0
     assert _ids(done) == want
 
 

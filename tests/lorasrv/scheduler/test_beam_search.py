@@ -145,7 +145,7 @@ def test_beams_and_others_in_a_pool_that_is_too_small(
         others = [small._message(prompt, plain, small._find(name)) for prompt, name in zip(prompts, names, strict=True)]
         messages = [*others[:3], *groups[0], *groups[1], *others[3:], *groups[2]]
         done = dict(zip([m.request_id for m in messages], _answers(small._run(messages)), strict=True))
-        shown = small.engine.metrics.snapshot()
+        shown = small.engine.metrics.stats()
         assert shown.preemptions_total > 0, "the pool was meant to be too small"
         assert shown.adapter_evictions_total > 0
     assert [[done[m.request_id] for m in group] for group in groups] == want
@@ -153,7 +153,7 @@ def test_beams_and_others_in_a_pool_that_is_too_small(
 
 
 def test_pages_are_shared_and_copied_on_write(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, held = llm.engine.metrics.snapshot().copied_pages_total, []
+    copies, held = llm.engine.metrics.stats().copied_pages_total, []
     runner = llm.engine._parts.executor.runner
     run = runner.run
 
@@ -164,7 +164,7 @@ def test_pages_are_shared_and_copied_on_write(llm: LLM, monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "run", noted)
     llm._run(_group(llm, PROMPTS[1] * 4, "two", BeamOptions(8), tokens=20))
     assert max(held) < 2 * 8 + 12, "not eight times the prompt's eleven pages"
-    assert llm.engine.metrics.snapshot().copied_pages_total > copies
+    assert llm.engine.metrics.stats().copied_pages_total > copies
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])

@@ -60,7 +60,7 @@ def noted_chances(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> tuple[li
 
     def noted_step(*args: Any) -> None:
         step(*args)
-        least.append(drafted.engine.metrics.snapshot().min_draft_chance)
+        least.append(drafted.engine.metrics.stats().min_draft_chance)
 
     def noted_drafts(self: DraftAccounts, drafts: Proposal, said: Sequence[int]) -> None:
         verified.append((min(drafts.survival), drafted.scheduler.min_draft_chance))

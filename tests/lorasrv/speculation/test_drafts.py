@@ -89,9 +89,9 @@ def test_preempted_answers_too(tight: Drafted, grammars: Sequence[TokenConstrain
             Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
             for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
         ]
-        before = tight.engine.metrics.snapshot().preemptions_total
+        before = tight.engine.metrics.stats().preemptions_total
         tight.compare(asks, SCRIPTS[name])
-        assert tight.engine.metrics.snapshot().preemptions_total > before
+        assert tight.engine.metrics.stats().preemptions_total > before
 
 
 def _predicted(ask: Ask, text: str) -> Ask:
@@ -200,9 +200,9 @@ def test_a_kept_prefix_was_said(wide: Drafted) -> None:
         wide.drafter.answers = {RequestId("0.0"): said.token_ids}
         assert wide.run([Ask(PROMPT, replace(GREEDY, max_tokens=50))], script, salt) == {RequestId("0.0"): said}
         longer = (*PROMPT, *said.token_ids, 7, 8, 9)
-        before = wide.engine.metrics.snapshot().cached_tokens_total
+        before = wide.engine.metrics.stats().cached_tokens_total
         got = wide.run([Ask(longer, replace(GREEDY, logprobs=3))], salt=salt)
-        assert wide.engine.metrics.snapshot().cached_tokens_total - before == 64
+        assert wide.engine.metrics.stats().cached_tokens_total - before == 64
         assert got == wide.run([Ask(longer, replace(GREEDY, logprobs=3))])
 
 
@@ -283,10 +283,10 @@ class TestFaults:
             return run(step)
 
         monkeypatch.setattr(wide.runner, "run", failing)
-        failed = wide.engine.metrics.snapshot().requests_failed_total
+        failed = wide.engine.metrics.stats().requests_failed_total
         wide.compare([Ask(PROMPT, replace(GREEDY, max_tokens=12), count=3)], oracle)
         assert sum(map(bool, parts)) == 11
-        assert wide.engine.metrics.snapshot().requests_failed_total == failed
+        assert wide.engine.metrics.stats().requests_failed_total == failed
 
     @pytest.mark.parametrize("num_failing", [1, 4])
     def test_a_request_without_a_token_is_computed_without_drafts_first(
@@ -302,10 +302,10 @@ class TestFaults:
             return replace(output, sampled={rid: t for rid, t in output.sampled.items() if rid not in spoilt})
 
         monkeypatch.setattr(wide.runner, "run", failing)
-        failed = wide.engine.metrics.snapshot().requests_failed_total
+        failed = wide.engine.metrics.stats().requests_failed_total
         wide.compare([Ask(PROMPT, GREEDY, adapter) for adapter in NAMES], oracle)
         assert sum(steps) == 4, "each request once: it has no drafts any more"
-        assert wide.engine.metrics.snapshot().requests_failed_total == failed
+        assert wide.engine.metrics.stats().requests_failed_total == failed
 
     def test_no_memory_for_drafts(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
         run = wide.runner.run
@@ -362,9 +362,9 @@ class TestRoom:
             drafted.drafter.answers = {rid: said.token_ids for rid, said in plain.items()}
             fill(range(4, 8))
             assert drafted.scheduler._memory.num_unused_prefix_pages >= 20
-            before = drafted.engine.metrics.snapshot()
+            before = drafted.engine.metrics.stats()
             assert drafted.run([Ask(PROMPT, GREEDY)], oracle) == plain
-            after = drafted.engine.metrics.snapshot()
+            after = drafted.engine.metrics.stats()
             pages = -(-(len(PROMPT) + GREEDY.max_tokens - 1) // PAGE_SIZE)
             assert after.prefix_evictions_total - before.prefix_evictions_total <= pages
             assert after.preemptions_total == before.preemptions_total

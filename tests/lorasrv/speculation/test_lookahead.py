@@ -75,7 +75,7 @@ def test_preempted_answers_too(plain: Drafted, model: Path, library: AdapterStor
             Ask(PROMPT, replace(GREEDY, max_tokens=90), adapter, count=2) for adapter in (None, "one", "two", "three")
         ]
         same_answers(plain, looking, asks)
-        assert looking.engine.metrics.snapshot().preemptions_total > 0
+        assert looking.engine.metrics.stats().preemptions_total > 0
 
 
 def test_probes_see_their_own_path(model: Path, library: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_preempted_answers_too(plain: Drafted, model: Path, library: AdapterStor
         expect_short_answers(tight.scheduler.predictor)
         asks = [Ask(PROMPT, replace(GREEDY, max_tokens=60), adapter, count=2) for adapter in (None, "one", "two")]
         assert sum(tight.compare_to(plain, asks)) >= 5
-        assert tight.engine.metrics.snapshot().preemptions_total > 0
+        assert tight.engine.metrics.stats().preemptions_total > 0
 
 
 def test_side_branches_save_steps(plain: Drafted, model: Path, library: AdapterStore) -> None:

@@ -190,7 +190,7 @@ def test_rows_come_back_after_eviction(tiny_hf_checkpoints: Any, tmp_path: Path,
     for name in [*some, *some]:
         [got] = served.first_logits([PROMPT], [name])
         oracles.check(name, got, PROMPT)
-    assert served.llm.engine.metrics.snapshot().adapter_evictions_total > 0
+    assert served.llm.engine.metrics.stats().adapter_evictions_total > 0
 
 
 def test_steps_without_such_an_adapter_do_nothing_for_it(

@@ -155,9 +155,9 @@ def test_pages_of_a_sum_are_its_own(served: ServedLogits) -> None:
     """A prompt that one sum has computed is found by the same sum only."""
     prompt, cached = list(range(30, 95)), []
     for name in ("plain", "plain+odd", "plain+0.5*odd", "odd+plain", None):
-        before = served.llm.engine.metrics.snapshot().cached_tokens_total
+        before = served.llm.engine.metrics.stats().cached_tokens_total
         served.first_logits([prompt], [name])
-        cached.append(served.llm.engine.metrics.snapshot().cached_tokens_total - before)
+        cached.append(served.llm.engine.metrics.stats().cached_tokens_total - before)
     assert cached == [0, 0, 0, 64, 0]
 
 
@@ -165,10 +165,10 @@ def test_other_weights_load_nothing(served: ServedLogits) -> None:
     """The pool holds the adapters, and no sum of them."""
     prompt = list(range(50, 70))
     served.first_logits([prompt], ["plain+0.5*odd"])
-    before = served.llm.engine.metrics.snapshot()
+    before = served.llm.engine.metrics.stats()
     assert before.adapters_resident == 2
     found = served.first_logits([prompt] * 8, [f"{i / 4}*plain+{1 - i / 8}*odd" for i in range(1, 9)])
-    after = served.llm.engine.metrics.snapshot()
+    after = served.llm.engine.metrics.stats()
     assert (after.adapters_resident, after.pages_adapters) == (2, before.pages_adapters)
     assert after.adapter_loads_disk_total == before.adapter_loads_disk_total == 2
     assert after.adapter_loads_host_total == before.adapter_loads_host_total

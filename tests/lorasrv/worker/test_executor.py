@@ -158,9 +158,9 @@ def test_preempted_ones_too(
             for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
         ]
         for script in (None, mixed):
-            before = tight.engine.metrics.snapshot().preemptions_total
+            before = tight.engine.metrics.stats().preemptions_total
             _agree(plain_engine, tight, asks, script)
-            assert tight.engine.metrics.snapshot().preemptions_total > before
+            assert tight.engine.metrics.stats().preemptions_total > before
 
 
 @pytest.mark.parametrize("kind", ["ahead", "launched", "threads"], indirect=True)
@@ -168,13 +168,13 @@ def test_the_next_step_computes_tokens_that_are_not_known_yet(late_engine: Draft
     """Two steps are under way from the first to the last but one, and no step is computed in vain."""
     [[message]] = late_engine.messages([Ask(PROMPT, GREEDY)], "ahead")
     late_engine.engine.add_request(message)
-    before, said = late_engine.engine.metrics.snapshot().steps_total, []
+    before, said = late_engine.engine.metrics.stats().steps_total, []
     for number in range(GREEDY.max_tokens + 1):
         said.append(sum(len(output.new_token_ids) for output in late_engine.engine.step()))
         late_engine.engine.check_integrity()
         assert len(late_engine.engine._in_flight) == (number < GREEDY.max_tokens)
     assert said == [0, *[1] * GREEDY.max_tokens]
-    assert late_engine.engine.metrics.snapshot().steps_total == before + GREEDY.max_tokens
+    assert late_engine.engine.metrics.stats().steps_total == before + GREEDY.max_tokens
     assert not late_engine.engine.has_requests
 
 

@@ -137,12 +137,12 @@ def test_answers_of_a_small_pool(folder: Path, adapters: dict[str, Path], preemp
         expect_short_answers(llm.engine._parts.scheduler.predictor)
         assert [list(answer.token_ids) for answer in llm.generate(prompts, sampling, names)] == want
         assert [list(answer.token_ids) for answer in llm.generate(prompts[-2:], sampling, names[-2:])] == want[-2:]
-        snapshot, memory = llm.engine.metrics.snapshot(), llm.engine._parts.memory
+        stats, memory = llm.engine.metrics.stats(), llm.engine._parts.memory
         llm.engine.check_integrity()
-    assert snapshot.preemptions_total > 0
-    assert (snapshot.swaps_total > 0) == (preemption == "swap")
-    assert snapshot.cached_tokens_total > 0
-    assert (snapshot.pages_total, memory.layout.block_bytes) == (24, SLABS * PAGE_BYTES)
+    assert stats.preemptions_total > 0
+    assert (stats.swaps_total > 0) == (preemption == "swap")
+    assert stats.cached_tokens_total > 0
+    assert (stats.pages_total, memory.layout.block_bytes) == (24, SLABS * PAGE_BYTES)
 
 
 def test_keys_in_codes_are_shared_too(folder: Path, adapters: dict[str, Path]) -> None:
