@@ -9,7 +9,7 @@ from typing import Protocol
 from api.config.replication_settings import BOTH, PREFILL
 from lorasrv.errors import NoReplicaReady
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import RETRY_AFTER_S, Ask, Placement, Replica, ReplicaReport
+from lorasrv.placement.placement import RETRY_AFTER_S, Demand, Placement, Replica, ReplicaReport
 from lorasrv.placement.work import WorkRates
 
 
@@ -46,14 +46,14 @@ class ReplicaFigures:
 class Chooser(Protocol):
     """Choose among replicas; an edge has one."""
 
-    def choose(self, ask: Ask, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
+    def choose(self, demand: Demand, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
         """Return a context that holds a place at the best replica that is not in `tried`, while it is open.
 
         Raises:
             NoReplicaReady: on entering; all ready replicas were tried, or none is ready.
         """
 
-    def choose_prefill(self, prompt: Ask, kernels: str, failing: Collection[str]) -> "_Prefilling":
+    def choose_prefill(self, prompt: Demand, kernels: str, failing: Collection[str]) -> "_Prefilling":
         """Return a context that holds a place at a replica that computes prompts for others, while it is open; None,
         if there is none.
 
@@ -107,15 +107,15 @@ class StaticChooser:
         self._placement.set_replicas(map(self._placed, [one for one in addresses if one.role != PREFILL] or prefill))
 
     @asynccontextmanager
-    async def choose(self, ask: Ask, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
-        chosen = next((name for name in self._placement.rank(ask) if name not in tried), None)
+    async def choose(self, demand: Demand, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
+        chosen = next((name for name in self._placement.rank(demand) if name not in tried), None)
         if chosen is None:
             raise NoReplicaReady(f"{len(tried)} replicas could not answer", retry_after_s=RETRY_AFTER_S)
-        with self.sent_to(self._placement, chosen, ask) as replica:
+        with self.sent_to(self._placement, chosen, demand) as replica:
             yield replica
 
     @contextmanager
-    def choose_prefill(self, prompt: Ask, kernels: str, failing: Collection[str]) -> Iterator[ReplicaAddress | None]:
+    def choose_prefill(self, prompt: Demand, kernels: str, failing: Collection[str]) -> Iterator[ReplicaAddress | None]:
         able = {one.id for one in self._addresses.values() if one.kernels == kernels and one.id not in failing}
         try:
             chosen = next((name for name in self._prompts.rank(prompt) if name in able), None)
@@ -128,9 +128,9 @@ class StaticChooser:
             yield replica
 
     @contextmanager
-    def sent_to(self, placement: Placement, chosen: str, ask: Ask) -> Iterator[ReplicaAddress]:
+    def sent_to(self, placement: Placement, chosen: str, demand: Demand) -> Iterator[ReplicaAddress]:
         """Count a request's work at a replica for the block."""
-        sent = placement.on_request_sent(chosen, ask)
+        sent = placement.on_request_sent(chosen, demand)
         self._sent[chosen] += 1
         try:
             yield self._addresses[chosen]

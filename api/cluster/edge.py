@@ -20,8 +20,8 @@ from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.middleware import Envelope
 from api.asgi.sse import ClientDisconnected, run_until_disconnect
 from api.auth.scopes import GENERATING
-from api.cluster.ask import read_ask
 from api.cluster.chooser import Chooser, ReplicaAddress
+from api.cluster.demand import read_demand
 from api.cluster.edge_stats import EdgeStats
 from api.cluster.forwarded_request import ForwardedRequest
 from api.cluster.forwarding import (
@@ -40,7 +40,7 @@ from api.cluster.survey import ANSWER_S, Survey
 from api.cluster.upstream import Broken, Silent, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
 from api.errors import ApiError, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady
-from lorasrv.placement.placement import RETRY_AFTER_S, Ask
+from lorasrv.placement.placement import RETRY_AFTER_S, Demand
 
 _LOG = logging.getLogger(__name__)
 SUSPECT_S = 1.0
@@ -92,7 +92,7 @@ class Edge:
     # What a forwarded request needs (`Replicas`).
 
     @asynccontextmanager
-    async def choose(self, ask: Ask, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
+    async def choose(self, demand: Demand, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
         """Enter as `Chooser.choose` does; those that failed a moment ago come last.
 
         Raises:
@@ -100,9 +100,9 @@ class Edge:
         """
         async with AsyncExitStack() as entered:
             try:
-                replica = await entered.enter_async_context(self._chooser.choose(ask, {*tried, *self.suspects()}))
+                replica = await entered.enter_async_context(self._chooser.choose(demand, {*tried, *self.suspects()}))
             except NoReplicaReady:
-                replica = await entered.enter_async_context(self._chooser.choose(ask, tried))
+                replica = await entered.enter_async_context(self._chooser.choose(demand, tried))
             yield replica
 
     def suspect(self, replica: ReplicaAddress) -> None:
@@ -148,10 +148,10 @@ class Edge:
         body = await _read_body(receive)
         headers = Headers(scope=scope)
         session = headers.get("x-session-id")
-        ask = await read_ask(scope["path"], session, body, self._base_names(), self.stats.estimator)
+        demand = await read_demand(scope["path"], session, body, self._base_names(), self.stats.estimator)
         takes_pages = self._secret is not None and scope["path"] in GENERATING
         client = headers.get("authorization", "")
-        peers = self._peers.of(ask, client) if takes_pages else RequestPeers(self._peers, ask)
+        peers = self._peers.of(demand, client) if takes_pages else RequestPeers(self._peers, demand)
         num_bytes = len(body)
         keeps = self._secret if self._kept_bytes + num_bytes <= MAX_KEPT_BYTES else None
         forwarded = ForwardedRequest(
@@ -243,7 +243,7 @@ class Edge:
         question = UpstreamRequest("GET", b"/v1/pool", headers)
         tried: set[str] = set()
         while True:
-            async with self.choose(Ask(None, 0.0), tried) as replica:
+            async with self.choose(Demand(None, 0.0), tried) as replica:
                 tried.add(replica.id)
                 try:
                     async with asyncio.timeout(ANSWER_S):

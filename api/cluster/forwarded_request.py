@@ -19,7 +19,7 @@ from api.cluster.resume import CLUSTER, RESUME, EventStreamCopy
 from api.cluster.upstream import Broken, Unreachable, UpstreamReply, UpstreamRequest, Upstreams
 from api.errors import RESPONSES_PATH, TGI_PATHS, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost, ServerStopping
-from lorasrv.placement.placement import RETRY_AFTER_S, Ask
+from lorasrv.placement.placement import RETRY_AFTER_S, Demand
 
 MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
@@ -34,7 +34,7 @@ _HIDDEN = frozenset({RESUME})
 class Replicas(Protocol):
     """Choose among the replicas, with what the edge knows of them; implemented by `Edge`."""
 
-    def choose(self, ask: Ask, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
+    def choose(self, demand: Demand, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
         """Enter as `Chooser.choose` does; those that failed a moment ago come last."""
 
     def suspect(self, replica: ReplicaAddress) -> None:

@@ -14,7 +14,7 @@ from api.cluster.chooser import Chooser, ReplicaAddress
 from api.cluster.edge_stats import EdgeStats
 from api.config.replication_settings import PREFILL as PREFILL_ROLE
 from api.replication.peer_headers import PAGES, PREFILL
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import Demand
 from lorasrv.placement.prefill import is_worth_asking
 from lorasrv.placement.rendezvous import hash_of
 
@@ -36,21 +36,21 @@ class Peers:
         # Hash of how a request begins -> id of the replica that has answered it.
         self._answered: OrderedDict[int, str] = OrderedDict()
 
-    def of(self, ask: Ask, client: str) -> "RequestPeers":
+    def of(self, demand: Demand, client: str) -> "RequestPeers":
         """Return which replicas one request's pages may be taken from.
 
         Args:
             client: what its client is known by: pages of one are no other's.
         """
         token_s = self.stats.estimator.rates.prompt_token_s
-        if not is_worth_asking(ask.prompt_tokens, token_s):
-            return RequestPeers(self, ask)
-        beginning = hash_of(f"{client}\n{ask.adapter_id}\n{ask.session}")
+        if not is_worth_asking(demand.prompt_tokens, token_s):
+            return RequestPeers(self, demand)
+        beginning = hash_of(f"{client}\n{demand.adapter_id}\n{demand.session}")
         if not any(one.role == PREFILL_ROLE and one.is_ready for one in self.chooser.replicas()):
-            return RequestPeers(self, ask, beginning=beginning)
-        prompt_s = ask.prompt_tokens * token_s
-        answer = replace(ask, work_s=ask.work_s - prompt_s, prompt_tokens=0.0)
-        return RequestPeers(self, answer, replace(ask, work_s=prompt_s), beginning)
+            return RequestPeers(self, demand, beginning=beginning)
+        prompt_s = demand.prompt_tokens * token_s
+        answer = replace(demand, work_s=demand.work_s - prompt_s, prompt_tokens=0.0)
+        return RequestPeers(self, answer, replace(demand, work_s=prompt_s), beginning)
 
     def answered_last(self, beginning: int) -> ReplicaAddress | None:
         """Return the replica that has answered what begins so; None if it is not ready any more."""
@@ -70,10 +70,10 @@ class RequestPeers:
     """Name the peers of one request's replicas."""
 
     peers: Peers
-    # What the request asks of the replica that answers.
-    answer: Ask
-    # What it asks of one that computes its prompt; None: nothing.
-    prompt: Ask | None = None
+    # What the request demands of the replica that answers.
+    answer: Demand
+    # What it demands of one that computes its prompt; None: nothing.
+    prompt: Demand | None = None
     # Hash of how it begins; None: it is too short to ask for pages.
     beginning: int | None = None
 

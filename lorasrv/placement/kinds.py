@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from lorasrv.errors import ConfigError
-from lorasrv.placement.placement import Ask, Placement, Replica, ReplicaAccount, SentRequest
+from lorasrv.placement.placement import Demand, Placement, Replica, ReplicaAccount, SentRequest
 
 FACTOR = 1.25
 FREE_BELOW_S = 1.0
@@ -21,12 +21,12 @@ class Bounded(Placement):
 
     name = "bounded"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
-        work_us = ask.work_s * 1e6
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+        work_us = demand.work_s * 1e6
         ahead_us = {account: account.load + work_us / account.replica.weight for account in ready}
         mean_us = (sum(a.own_us + a.others_us for a in ready) + work_us) / sum(a.replica.weight for a in ready)
         most_us = max(FACTOR * mean_us, FREE_BELOW_S * 1e6)
-        free = [account for account in self.by_affinity(ask, ready) if ahead_us[account] <= most_us]
+        free = [account for account in self.by_affinity(demand, ready) if ahead_us[account] <= most_us]
         chosen = set(free)
         full = [account for account in ready if account not in chosen]
         return [*free, *sorted(full, key=lambda account: (ahead_us[account], self.rng.random()))]
@@ -37,7 +37,7 @@ class Least(Placement):
 
     name = "least"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return self.by_load(ready)
 
 
@@ -46,7 +46,7 @@ class RandomReplica(Placement):
 
     name = "random"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         return sorted(ready, key=lambda account: -math.log(1.0 - self.rng.random()) / account.replica.weight)
 
 
@@ -55,8 +55,8 @@ class HashOnly(Placement):
 
     name = "hash"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
-        return self.by_affinity(ask, ready)
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+        return self.by_affinity(demand, ready)
 
 
 class PowerOfTwo(Placement):
@@ -64,7 +64,7 @@ class PowerOfTwo(Placement):
 
     name = "p2c"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         shuffled = self.rng.sample(ready, len(ready))
         return [*self.by_load(shuffled[:2]), *shuffled[2:]]
 
@@ -75,12 +75,12 @@ class Holders(Placement):
 
     name = "holders"
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         by_load = self.by_load(ready)
-        if ask.adapter_id is None:
+        if demand.adapter_id is None:
             return by_load
-        holders = [account for account in by_load if account.holds(ask.adapter_id)]
-        others = [account for account in by_load if not account.holds(ask.adapter_id)]
+        holders = [account for account in by_load if account.holds(demand.adapter_id)]
+        others = [account for account in by_load if not account.holds(demand.adapter_id)]
         return [*holders, *sorted(others, key=lambda account: account.num_adapters)]
 
 
@@ -98,11 +98,11 @@ class Migrating(Placement):
         self._open: dict[SentRequest, None] = {}
         super().__init__(replicas, seed)
 
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
-        return sorted(ready, key=lambda account: (account.ready_us(ask), self.rng.random()))
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+        return sorted(ready, key=lambda account: (account.ready_us(demand), self.rng.random()))
 
-    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> SentRequest:
-        sent = super().on_request_sent(replica_id, ask, moves)
+    def on_request_sent(self, replica_id: str, demand: Demand, moves: int = 0) -> SentRequest:
+        sent = super().on_request_sent(replica_id, demand, moves)
         self._open[sent] = None
         return sent
 
@@ -119,8 +119,8 @@ class Migrating(Placement):
             if sent.moves or not limit < loads.get(source, 0.0):
                 continue
             added = {a: us - a.load for a, us in loads.items()}
-            target = min(loads, key=lambda account: account.ready_us(sent.ask) + added[account])
-            ahead = target.ready_us(sent.ask) + added[target]
+            target = min(loads, key=lambda account: account.ready_us(sent.demand) + added[account])
+            ahead = target.ready_us(sent.demand) + added[target]
             if ahead + sent.work_us / target.replica.weight < loads[source] - sent.work_us / source.replica.weight:
                 loads[source] -= sent.work_us / source.replica.weight
                 loads[target] += sent.work_us / target.replica.weight

@@ -25,8 +25,8 @@ _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Describe a request that wants a replica."""
+class Demand:
+    """Say what a request demands of a replica."""
 
     # Id of its adapter, without alias or version; None: the base.
     adapter_id: str | None
@@ -106,10 +106,10 @@ class ReplicaAccount:
         """Return the microseconds of work ahead, for a replica of weight 1."""
         return (self.own_us + self.others_us) / self.replica.weight
 
-    def ready_us(self, ask: Ask) -> float:
+    def ready_us(self, demand: Demand) -> float:
         """Return the microseconds until it could begin a request, if all that it has were done one after another."""
-        is_new = ask.adapter_id is not None and not self.holds(ask.adapter_id)
-        return self.load + sum(self.loading.values()) + is_new * ask.load_s * _MICROSECONDS
+        is_new = demand.adapter_id is not None and not self.holds(demand.adapter_id)
+        return self.load + sum(self.loading.values()) + is_new * demand.load_s * _MICROSECONDS
 
     def holds(self, adapter_id: str) -> bool:
         """Return whether it has an adapter, or is getting it."""
@@ -126,7 +126,7 @@ class SentRequest:
     """Stand for a request that a replica is computing."""
 
     account: ReplicaAccount
-    ask: Ask
+    demand: Demand
     work_us: int
     # How often it was moved before.
     moves: int = 0
@@ -161,7 +161,7 @@ class Placement(ABC):
             accounts[replica.id] = account
         self._accounts = accounts
 
-    def rank(self, ask: Ask) -> tuple[str, ...]:
+    def rank(self, demand: Demand) -> tuple[str, ...]:
         """Return the ids of all ready replicas, the one to try first at the front.
 
         Raises:
@@ -170,9 +170,9 @@ class Placement(ABC):
         ready = [account for account in self._accounts.values() if account.replica.is_ready]
         if not ready:
             raise NoReplicaReady(f"none of {len(self._accounts)} replicas is ready", retry_after_s=RETRY_AFTER_S)
-        return tuple(account.replica.id for account in self.ranked(ask, ready))
+        return tuple(account.replica.id for account in self.ranked(demand, ready))
 
-    def on_request_sent(self, replica_id: str, ask: Ask, moves: int = 0) -> SentRequest:
+    def on_request_sent(self, replica_id: str, demand: Demand, moves: int = 0) -> SentRequest:
         """Note that a request was sent to a replica.
 
         Args:
@@ -181,19 +181,19 @@ class Placement(ABC):
             KeyError: the replica is unknown.
         """
         account = self._accounts[replica_id]
-        work_us = round(ask.work_s * _MICROSECONDS)
+        work_us = round(demand.work_s * _MICROSECONDS)
         account.own_us += work_us
-        if ask.load_s and ask.adapter_id is not None and not account.holds(ask.adapter_id):
-            account.loading[ask.adapter_id] = round(ask.load_s * _MICROSECONDS)
-        account.in_flight[ask.adapter_id] += 1
-        return SentRequest(account, ask, work_us, moves)
+        if demand.load_s and demand.adapter_id is not None and not account.holds(demand.adapter_id):
+            account.loading[demand.adapter_id] = round(demand.load_s * _MICROSECONDS)
+        account.in_flight[demand.adapter_id] += 1
+        return SentRequest(account, demand, work_us, moves)
 
     def on_request_ended(self, sent: SentRequest) -> None:
         """Note that a request is over, whichever way; telling it again changes nothing."""
         if sent.has_ended:
             return
         sent.has_ended = True
-        in_flight, adapter_id = sent.account.in_flight, sent.ask.adapter_id
+        in_flight, adapter_id = sent.account.in_flight, sent.demand.adapter_id
         sent.account.own_us -= sent.work_us
         in_flight[adapter_id] -= 1
         if not in_flight[adapter_id]:
@@ -218,17 +218,17 @@ class Placement(ABC):
         return {name: (a.own_us + a.others_us) / _MICROSECONDS for name, a in self._accounts.items()}
 
     @abstractmethod
-    def ranked(self, ask: Ask, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
+    def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
         """Return all of these accounts, at least one, in the order in which to try them."""
 
     def by_load(self, accounts: Iterable[ReplicaAccount]) -> list[ReplicaAccount]:
         """Return accounts by their load, equal ones in random order."""
         return sorted(accounts, key=lambda account: (account.load, self.rng.random()))
 
-    def by_affinity(self, ask: Ask, accounts: Sequence[ReplicaAccount]) -> list[ReplicaAccount]:
+    def by_affinity(self, demand: Demand, accounts: Sequence[ReplicaAccount]) -> list[ReplicaAccount]:
         """Return accounts as the request's key ranks them; without a key, by load."""
-        if ask.key is None:
+        if demand.key is None:
             return self.by_load(accounts)
         by_id = {account.replica.id: account for account in accounts}
-        names = order(ask.key, [(name, account.seed, account.replica.weight) for name, account in by_id.items()])
+        names = order(demand.key, [(name, account.seed, account.replica.weight) for name, account in by_id.items()])
         return [by_id[name] for name in names]

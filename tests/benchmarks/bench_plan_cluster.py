@@ -62,8 +62,8 @@ class Pair:
     async def ask(self, sending: Sending) -> RequestOutcome:
         """Send one, with its prompt's length guessed from its characters, as an edge must."""
         request = TraceRequest(0.0, max(1, len(sending.prompt) // 4), sending.max_tokens, sending.model)
-        ask = self._router.ask(request, "", request.prompt_tokens, self._adapter_bytes)
-        async with self._chooser.choose(ask, ()) as replica:
+        demand = self._router.demand(request, "", request.prompt_tokens, self._adapter_bytes)
+        async with self._chooser.choose(demand, ()) as replica:
             self.sent[replica.id] += 1
             outcome = await self._clients[replica.id].ask(sending)
         self._router.work.observe(sending.model, outcome.output_tokens)

@@ -157,6 +157,6 @@ class InOrder(StaticChooser):
 
     def __init__(self, addresses: Sequence[ReplicaAddress]) -> None:
         placement = make_placement("hash")
-        placement.by_affinity = lambda ask, accounts: sorted(accounts, key=lambda one: one.replica.id)  # type: ignore[method-assign]
+        placement.by_affinity = lambda demand, accounts: sorted(accounts, key=lambda one: one.replica.id)  # type: ignore[method-assign]
         super().__init__(addresses, placement)
         self.placement = placement

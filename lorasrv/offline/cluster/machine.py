@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.sim_replica import SimReplica
 from lorasrv.offline.planner.sim_traffic import SimulatedRequest
-from lorasrv.placement.placement import Ask, Placement, SentRequest
+from lorasrv.placement.placement import Demand, Placement, SentRequest
 from lorasrv.placement.work import WorkEstimator
 
 
@@ -21,14 +21,14 @@ class Router:
     # Seconds to read a byte of an adapter, which placements may weigh.
     read_byte_s: float
 
-    def ask(self, request: TraceRequest, session: str, prompt_tokens: int, adapter_bytes: int) -> Ask:
-        """Return what a request asks for, at a machine that computes so many tokens of its prompt."""
+    def demand(self, request: TraceRequest, session: str, prompt_tokens: int, adapter_bytes: int) -> Demand:
+        """Return what a request demands of a machine that computes so many tokens of its prompt."""
         work_s = self.work.work_s(request.adapter, prompt_tokens, request.max_tokens)
-        return Ask(request.adapter, work_s, session, load_s=adapter_bytes * self.read_byte_s)
+        return Demand(request.adapter, work_s, session, load_s=adapter_bytes * self.read_byte_s)
 
-    def prompt_ask(self, ask: Ask, request: TraceRequest) -> Ask:
-        """Return what it asks for at a machine that computes its prompt alone."""
-        return replace(ask, work_s=request.prompt_tokens * self.work.rates.prompt_token_s)
+    def prompt_demand(self, demand: Demand, request: TraceRequest) -> Demand:
+        """Return what it demands of a machine that computes its prompt alone."""
+        return replace(demand, work_s=request.prompt_tokens * self.work.rates.prompt_token_s)
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from lorasrv.offline.planner.sim_replica import SimReplica, SimServer
 from lorasrv.offline.planner.sim_traffic import SimTraffic, SimulatedRequest, SimulationResult, key_of
 from lorasrv.offline.planner.simulator import TELL_EVERY, Progress
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import Ask, Placement, Replica, ReplicaReport
+from lorasrv.placement.placement import Demand, Placement, Replica, ReplicaReport
 from lorasrv.placement.prefill import is_worth_asking
 from lorasrv.placement.work import WorkEstimator, WorkRates
 
@@ -156,16 +156,16 @@ class SimCluster:
         router, request = self._routers[outcome.number % len(self._routers)], outcome.request
         nbytes = 0 if request.adapter is None else self._traffic.layouts[key_of(request.adapter)].nbytes
         session = self._traffic.prompts.session(outcome.number)
-        ask = router.ask(request, session, 0 if self._is_split(outcome) else request.prompt_tokens, nbytes)
-        for machine in self._ranked(router.answers, ask):
-            place = self._open(machine, outcome, router, router.answers, ask)
+        demand = router.demand(request, session, 0 if self._is_split(outcome) else request.prompt_tokens, nbytes)
+        for machine in self._ranked(router.answers, demand):
+            place = self._open(machine, outcome, router, router.answers, demand)
             if self._begin_prompt(place, now) or self._begin(place, now):
                 return
         outcome.refused, outcome.end_s = outcome.refused or NO_REPLICA, now
 
-    def _ranked(self, placement: Placement, ask: Ask) -> list[SimMachine]:
+    def _ranked(self, placement: Placement, demand: Demand) -> list[SimMachine]:
         try:
-            return [self._machines[name] for name in placement.rank(ask)[:TRIES]]
+            return [self._machines[name] for name in placement.rank(demand)[:TRIES]]
         except NoReplicaReady:
             return []
 
@@ -175,10 +175,10 @@ class SimCluster:
         outcome: SimulatedRequest,
         router: Router,
         placement: Placement,
-        ask: Ask,
+        demand: Demand,
         moves: int = 0,
     ) -> Place:
-        place = Place(outcome, machine, router, placement, placement.on_request_sent(machine.name, ask, moves))
+        place = Place(outcome, machine, router, placement, placement.on_request_sent(machine.name, demand, moves))
         machine.open(place)
         self._num_open += 1
         return place
@@ -232,8 +232,8 @@ class SimCluster:
                 continue
             self._withdraw(place, now)
             self._counters.moved += 1
-            target, ask = self._machines[wanted[place.sent]], place.sent.ask
-            moved = self._open(target, place.outcome, place.router, place.placement, ask, place.sent.moves + 1)
+            target, demand = self._machines[wanted[place.sent]], place.sent.demand
+            moved = self._open(target, place.outcome, place.router, place.placement, demand, place.sent.moves + 1)
             if not self._begin(moved, now):
                 self._route(place.outcome, now)
 
@@ -257,12 +257,12 @@ class SimCluster:
         page_size = self._server.geometry.page_size
         tokens = (request.prompt_tokens - 1) // page_size * page_size
         part = replace(request, prompt_tokens=tokens, output_tokens=1, max_tokens=1, timeout_s=None)
-        ask = answer.router.prompt_ask(answer.sent.ask, request)
-        for machine in self._ranked(answer.router.prompts, ask):
+        demand = answer.router.prompt_demand(answer.sent.demand, request)
+        for machine in self._ranked(answer.router.prompts, demand):
             if machine is answer.machine:
                 continue
             outcome = SimulatedRequest(part, number)
-            place = self._open(machine, outcome, answer.router, answer.router.prompts, ask)
+            place = self._open(machine, outcome, answer.router, answer.router.prompts, demand)
             if self._begin(place, now):
                 place.answer, answer.prompt = answer, place
                 answer.machine.replica.prefetch(request.adapter, now)

@@ -7,10 +7,10 @@ import pytest
 from api.cluster.chooser import ReplicaAddress, StaticChooser
 from lorasrv.errors import NoReplicaReady
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import Demand
 
 ADDRESSES = [ReplicaAddress(name, f"http://127.0.0.1:{port}") for port, name in enumerate("abc", 1)]
-ASK = Ask("mia", 2.0)
+ASK = Demand("mia", 2.0)
 
 
 async def test_tried_replicas_are_passed_over_in_the_order_of_the_placement() -> None:

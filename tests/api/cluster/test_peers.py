@@ -10,7 +10,7 @@ from fake_replicas import Dies, Seen, edge_of, fake_replica
 
 from api.cluster.chooser import ReplicaAddress, StaticChooser
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import Demand
 
 LONG = "x" * 4096
 PREFILL, PAGES, CLUSTER = "x-lorasrv-prefill", "x-lorasrv-pages", "x-lorasrv-cluster"
@@ -137,13 +137,13 @@ def test_who_is_gone_or_of_another_kind_is_not_named(cluster: Any) -> None:
 def test_work_of_prompts_is_bounded_and_no_work_of_who_answers() -> None:
     replicas = [ReplicaAddress(f"p{number}", f"http://p{number}", role="prefill") for number in range(3)]
     chooser = StaticChooser([*replicas, ReplicaAddress("d", "http://d")], make_placement("bounded"))
-    wanted = Ask("mia", work_s=5.0)
+    wanted = Demand("mia", work_s=5.0)
     with ExitStack() as opened:
         named = [opened.enter_context(chooser.choose_prefill(wanted, "", ())) for _ in range(3)]
         assert {one.id for one in named if one} == {"p0", "p1", "p2"}
         assert chooser.loads_s() == {"p0": 5.0, "p1": 5.0, "p2": 5.0, "d": 0.0}
     assert set(chooser.loads_s().values()) == {0.0}
-    small = Ask("mia", work_s=0.1)
+    small = Demand("mia", work_s=0.1)
     with chooser.choose_prefill(small, "", ()) as first, chooser.choose_prefill(small, "", ()) as again:
         assert first == again
         with chooser.choose_prefill(small, "", {first.id if first else ""}) as other:

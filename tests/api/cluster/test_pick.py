@@ -8,10 +8,10 @@ from api.cluster.chooser import ReplicaAddress, ReplicaFigures
 from api.cluster.pick import ReplicaWatch
 from lorasrv.errors import NoReplicaReady
 from lorasrv.placement.kinds import make_placement
-from lorasrv.placement.placement import Ask
+from lorasrv.placement.placement import Demand
 from lorasrv.placement.work import WorkRates
 
-ASK = Ask("mia", 1.0)
+ASK = Demand("mia", 1.0)
 
 
 def address(name: str, *, is_ready: bool = True) -> ReplicaAddress:

@@ -251,8 +251,8 @@ def test_base_requests_that_begin_alike_meet() -> None:
 def test_answers_are_counted_by_their_limit() -> None:
     work = WorkEstimator(WorkRates(1e-3, 1e-2))
     router = Router(0, make_placement("least"), make_placement("least"), work, 0.0)
-    asks = [router.ask(TraceRequest(0.0, 100, 9, max_tokens=limit), "", 100, 0) for limit in (9, None)]
-    assert [ask.work_s for ask in asks] == pytest.approx([0.1 + 0.09, 0.1 + 1.28])
+    demands = [router.demand(TraceRequest(0.0, 100, 9, max_tokens=limit), "", 100, 0) for limit in (9, None)]
+    assert [demand.work_s for demand in demands] == pytest.approx([0.1 + 0.09, 0.1 + 1.28])
 
 
 def test_reports_let_routers_see_what_others_sent() -> None:

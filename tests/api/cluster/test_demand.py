@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.cluster.ask import adapter_of, read_ask
+from api.cluster.demand import adapter_of, read_demand
 from lorasrv.placement.work import WorkEstimator, WorkRates
 
 RATES = WorkRates(prompt_token_s=1.0, answer_token_s=100.0)
@@ -14,7 +14,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "s" * 200}, {
 
 async def ask(fields: Any, path: str = "/v1/chat/completions", session: str | None = None) -> Any:
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    return await read_ask(path, session, body, {"base"}, WorkEstimator(RATES))
+    return await read_demand(path, session, body, {"base"}, WorkEstimator(RATES))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from adapter_store.composition import MAX_COMPONENTS, is_sum, parse_sum
 from adapter_store.errors import AdapterError
 from api.asgi.json_body import INLINE_BYTES
-from lorasrv.placement.placement import CHARS_PER_TOKEN, SESSION_CHARS, Ask
+from lorasrv.placement.placement import CHARS_PER_TOKEN, SESSION_CHARS, Demand
 from lorasrv.placement.work import WorkEstimator
 
 _WARM = re.compile(r"/v1/adapters/([^/]+):warm")
@@ -18,9 +18,9 @@ _CONVERSATIONS = ("messages", "input", "prompt", "inputs")
 Fields = Mapping[str, Any]
 
 
-async def read_ask(
+async def read_demand(
     path: str, session: str | None, body: bytes, base_names: Collection[str], estimator: WorkEstimator
-) -> Ask:
+) -> Demand:
     """Describe a request to the placement. A body that is no JSON object has nothing that ties it to a replica.
 
     Args:
@@ -31,7 +31,7 @@ async def read_ask(
     adapter_id = _warmed(path) or adapter_of(fields, base_names)
     prompt_tokens = len(body) / CHARS_PER_TOKEN
     work_s = estimator.work_s(adapter_id, prompt_tokens, _most_tokens(fields))
-    return Ask(adapter_id, work_s, session or _session(fields), prompt_tokens=prompt_tokens)
+    return Demand(adapter_id, work_s, session or _session(fields), prompt_tokens=prompt_tokens)
 
 
 def adapter_of(fields: Fields, base_names: Collection[str]) -> str | None:
