@@ -12,7 +12,7 @@ import pytest
 
 from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
-from api.cli.bench.sweep import make_asks
+from api.cli.bench.sweep import make_requests
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
@@ -159,14 +159,14 @@ class TestPeers:
     def test_a_row_names_as_many_adapters(self) -> None:
         names = [f"a{n:04d}" for n in range(64)]
         for row in bench_peers.ROWS:
-            asks = make_asks(row.point, row.settings(names, "base", 64, 5, None), Ruler(1, 1))
-            assert len(asks) == row.requests
-            distinct = {ask.model for ask in asks if ask.has_adapter}
+            requests = make_requests(row.point, row.settings(names, "base", 64, 5, None), Ruler(1, 1))
+            assert len(requests) == row.requests
+            distinct = {request.model for request in requests if request.has_adapter}
             if row.key == "zipf":
                 assert 1 < len(distinct) < 64
             else:
                 assert len(distinct) == min(row.adapters, row.requests), row.key
-            assert all(ask.max_tokens == 5 and len(ask.prompt.split()) == 64 for ask in asks)
+            assert all(request.max_tokens == 5 and len(request.prompt.split()) == 64 for request in requests)
 
     def test_distinct_adapters_of_a_moment(self) -> None:
         [zipf, even] = bench_peers.rows_of("zipf,32/32")

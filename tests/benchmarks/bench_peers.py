@@ -53,14 +53,14 @@ from process_watch import held_by
 from whole_files import FILES, GGUF_FILES, write_file, write_gguf_file
 
 from api.cli.bench import machine as probe
-from api.cli.bench.client import Ask, BenchClient
+from api.cli.bench.client import BenchClient, BenchRequest
 from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
 from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import Floor, MachineRates, Wave, Work, floor
 from api.cli.bench.server_info import read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
-from api.cli.bench.sweep import Point, Settings, make_asks, measure_ruler, run_point
+from api.cli.bench.sweep import Point, Settings, make_requests, measure_ruler, run_point
 from api.cli.bench.workload import Law, Lengths
 from api.client import Client
 from lorasrv.config import BUILTIN_MODEL
@@ -302,9 +302,9 @@ def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
         async def measure(row: Row = row, settings: Settings = settings, load: Load = load) -> None:
             nonlocal ruler
             async with client_of(served.url, timeout_s=1800) as caller:
-                ruler = ruler or await measure_ruler(caller.ask, seen.base)
-                asks = make_asks(row.point, settings, ruler)
-                await run_point(caller.ask, row.point, asks, settings.warmup, load, lambda _: None)
+                ruler = ruler or await measure_ruler(caller.send, seen.base)
+                requests = make_requests(row.point, settings, ruler)
+                await run_point(caller.send, row.point, requests, settings.warmup, load, lambda _: None)
 
         asyncio.run(measure())
         memory = {"peak_resident_bytes": held_by(served.pid).peak_bytes}
@@ -328,7 +328,7 @@ def peft(run: Run) -> None:
         server = {"name": "PEFT", "version": version("peft"), "base": "base", "dtype": dtype}
         for row, prompt in run.cases():
             settings = row.settings(run.names, "base", prompt, run.a.max_tokens, run.a.requests)
-            load = model.run(make_asks(row.point, settings, model.ruler()), row.concurrency)
+            load = model.run(make_requests(row.point, settings, model.ruler()), row.concurrency)
             found.setdefault((row.key, prompt), []).append(run.result("peft", row, prompt, load, work, server))
     for tried in found.values():
         run.keep(better(tried))
@@ -418,10 +418,10 @@ class LlamaClient(BenchClient):
         super().__init__(url, keeps=False, **options)
         self._numbers = {name: number for number, name in enumerate(names)}
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, request: BenchRequest) -> dict[str, Any]:
         # An empty list would mean all adapters at once; those that a list does not name are not applied.
-        number, scale = (self._numbers[ask.model], 1.0) if ask.model in self._numbers else (0, 0.0)
-        return {**super().body(ask), "model": "base", "lora": [{"id": number, "scale": scale}]}
+        number, scale = (self._numbers[request.model], 1.0) if request.model in self._numbers else (0, 0.0)
+        return {**super().body(request), "model": "base", "lora": [{"id": number, "scale": scale}]}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path
 from harness import arguments, closed_loop, machine_line, open_loop, row, run_json, table, unique_prompt
 from bench_tiers import FOLDER, make_store, pool_bytes, server_of
 
-from api.cli.bench.client import Ask, BenchClient
+from api.cli.bench.client import BenchClient, BenchRequest
 from api.cli.bench.workload import Law
 from lorasrv.config import BUILTIN_MODEL
 
@@ -39,7 +39,7 @@ class Workload:
     """Requests, at their times or in a closed loop, and the memory of the server."""
 
     name: str
-    asks: Sequence[Ask]
+    requests: Sequence[BenchRequest]
     pool: int
     host_cache: str = "1GiB"
 
@@ -48,14 +48,16 @@ def workloads(scale: float) -> list[Workload]:
     """Return the three workloads with `scale` times as many requests."""
     rng = random.Random(0)
 
-    def asks(count: int, adapters: int, low: int, high: int) -> list[Ask]:
+    def drawn(count: int, adapters: int, low: int, high: int) -> list[BenchRequest]:
         chosen = Law("zipf", 1.0).pick(adapters, max(8, round(scale * count)), rng)
-        return [Ask(f"a{k:04d}", unique_prompt(rng, rng.randint(16, 96)), rng.randint(low, high)) for k in chosen]
+        return [
+            BenchRequest(f"a{k:04d}", unique_prompt(rng, rng.randint(16, 96)), rng.randint(low, high)) for k in chosen
+        ]
 
-    def after(gaps_s: Sequence[float], asks: list[Ask]) -> list[Ask]:
-        return [replace(ask, at_s=at_s) for ask, at_s in zip(asks, itertools.accumulate(gaps_s), strict=True)]
+    def after(gaps_s: Sequence[float], requests: list[BenchRequest]) -> list[BenchRequest]:
+        return [replace(one, at_s=at_s) for one, at_s in zip(requests, itertools.accumulate(gaps_s), strict=True)]
 
-    closed, open_, bursts = asks(128, 16, 32, 48), asks(160, ADAPTERS, 8, 64), asks(144, ADAPTERS, 16, 48)
+    closed, open_, bursts = drawn(128, 16, 32, 48), drawn(160, ADAPTERS, 8, 64), drawn(144, ADAPTERS, 16, 48)
     open_ = after([rng.expovariate(2.0) for _ in open_], open_)
     bursts = after([0.0 if n % 12 else 5.0 for n in range(len(bursts))], bursts)
     return [
@@ -69,12 +71,12 @@ async def drive(url: str, work: Workload) -> None:
     """Send the workload, after a few requests to the base that touch pages and are dropped from the trace."""
     async with BenchClient(url) as client:
         rng = random.Random(1)
-        warm_up = [Ask(BUILTIN_MODEL, unique_prompt(rng, 48), 8) for _ in range(WARM_UP)]
-        outcomes = await closed_loop(client.ask, warm_up, WARM_UP)
-        if work.asks[0].at_s is None:
-            outcomes += await closed_loop(client.ask, work.asks, CLIENTS)
+        warm_up = [BenchRequest(BUILTIN_MODEL, unique_prompt(rng, 48), 8) for _ in range(WARM_UP)]
+        outcomes = await closed_loop(client.send, warm_up, WARM_UP)
+        if work.requests[0].at_s is None:
+            outcomes += await closed_loop(client.send, work.requests, CLIENTS)
         else:
-            outcomes += await open_loop(client.ask, work.asks)
+            outcomes += await open_loop(client.send, work.requests)
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if failed:
         print(f"\n{len(failed)} of {len(outcomes)} failed; the first: {failed[0].failure}, {failed[0].detail}")

@@ -28,8 +28,7 @@ from harness import ASSETS, Server, arguments, machine_line, open_loop, quantile
 from bench_tiers import make_store, names, pool_bytes, server_of
 from traces import write_trace
 
-from api.cli.bench.client import Ask as Sending
-from api.cli.bench.client import BenchClient, RequestOutcome
+from api.cli.bench.client import BenchClient, BenchRequest, RequestOutcome
 from api.client import Client
 from api.cluster.chooser import ReplicaAddress, StaticChooser
 from lorasrv.memory.cost_model import PARTS
@@ -59,13 +58,13 @@ class Pair:
         self._router = Router(0, self._placement, self._placement, work, costs.load_byte_s)
         self.sent = dict.fromkeys(self._clients, 0)
 
-    async def ask(self, sending: Sending) -> RequestOutcome:
+    async def send(self, sending: BenchRequest) -> RequestOutcome:
         """Send one, with its prompt's length guessed from its characters, as an edge must."""
         request = TraceRequest(0.0, max(1, len(sending.prompt) // 4), sending.max_tokens, sending.model)
         demand = self._router.demand(request, "", request.prompt_tokens, self._adapter_bytes)
         async with self._chooser.choose(demand, ()) as replica:
             self.sent[replica.id] += 1
-            outcome = await self._clients[replica.id].ask(sending)
+            outcome = await self._clients[replica.id].send(sending)
         self._router.work.observe(sending.model, outcome.output_tokens)
         return outcome
 
@@ -74,11 +73,11 @@ class Pair:
             await client.__aexit__(None, None, None)
 
 
-def sendings(law: TrafficLaw, first: int, rng: random.Random) -> list[Sending]:
+def drawn(law: TrafficLaw, first: int, rng: random.Random) -> list[BenchRequest]:
     """Return a law's requests, for adapters from a number on."""
     known = names(ADAPTERS + OTHERS)
     return [
-        Sending(
+        BenchRequest(
             known[first + int((request.adapter or "a0")[1:])],
             unique_prompt(rng, max(1, request.prompt_tokens // 2)),
             request.output_tokens,
@@ -88,11 +87,11 @@ def sendings(law: TrafficLaw, first: int, rng: random.Random) -> list[Sending]:
     ]
 
 
-async def drive(pair: Pair, asks: Sequence[Sending]) -> tuple[list[RequestOutcome], float]:
+async def drive(pair: Pair, requests: Sequence[BenchRequest]) -> tuple[list[RequestOutcome], float]:
     """Send all at their times; return the outcomes, and when the first was due."""
     begun_s = time.perf_counter()
     try:
-        outcomes = await open_loop(pair.ask, asks)
+        outcomes = await open_loop(pair.send, requests)
     finally:
         await pair.close()
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
@@ -169,7 +168,7 @@ def compare(placement: str, number: int, a: argparse.Namespace, folder: Path) ->
         ]
         law = TrafficLaw("poisson", a.rate, a.warm_up, OTHERS, 1.0, a.prompt, a.answer, 0.5, 1000 + number)
         guess = MachineProfile({"step": 2e-2, "token": 2e-3, "request": 2e-3, **dict.fromkeys(PARTS[3:], 0.0)})
-        before, _ = asyncio.run(drive(Pair(servers, placement, guess, 0), sendings(law, ADAPTERS, rng)))
+        before, _ = asyncio.run(drive(Pair(servers, placement, guess, 0), drawn(law, ADAPTERS, rng)))
         told = [request for trace in traces for request in read_trace(trace)]
         nbytes = next(request.adapter_bytes for request in told if request.adapter_bytes) or 0
         costs = learned(servers)
@@ -179,7 +178,7 @@ def compare(placement: str, number: int, a: argparse.Namespace, folder: Path) ->
         loads = disk_loads(servers)
         pair = Pair(servers, placement, costs, nbytes)
         law = replace(law, seconds=a.seconds, adapters=ADAPTERS, seed=number)
-        outcomes, begun_s = asyncio.run(drive(pair, sendings(law, 0, rng)))
+        outcomes, begun_s = asyncio.run(drive(pair, drawn(law, 0, rng)))
         real = {**measured(outcomes, begun_s), "loads": disk_loads(servers) - loads}
     plan = predicted(outcomes, nbytes, placement, costs, flags, folder)
     ratios = {name: plan[name] / max(1e-9, real[name]) for name in plan}

@@ -202,17 +202,19 @@ def revision(root: Path) -> str:
 # Loads.
 
 
-async def closed_loop(ask: Callable[[Any], Coroutine[Any, Any, Any]], asks: Sequence[Any], clients: int) -> list[Any]:
+async def closed_loop(
+    send: Callable[[Any], Coroutine[Any, Any, Any]], requests: Sequence[Any], clients: int
+) -> list[Any]:
     """Return the answers of `clients` clients that each send the next request when one is answered."""
     load: Any = Load()
-    await bench_load.closed_loop(ask, asks, clients, load)
+    await bench_load.closed_loop(send, requests, clients, load)
     return list(load.outcomes)
 
 
-async def open_loop(ask: Callable[[Any], Coroutine[Any, Any, Any]], asks: Sequence[Any]) -> list[Any]:
+async def open_loop(send: Callable[[Any], Coroutine[Any, Any, Any]], requests: Sequence[Any]) -> list[Any]:
     """Return the answers to requests that are sent at their times (`at_s`), whether others are answered or not."""
     load: Any = Load()
-    await bench_load.open_loop(ask, asks, load)
+    await bench_load.open_loop(send, requests, load)
     return list(load.outcomes)
 
 

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from api.cli.bench.client import Ask, RequestOutcome
+from api.cli.bench.client import BenchRequest, RequestOutcome
 from api.cli.bench.load import Load
 from api.cli.bench.prompts import Ruler, counted_texts
 
@@ -43,21 +43,21 @@ class StaticBatches:
     def ruler(self) -> Ruler:
         return Ruler.of(*(len(self._tokenizer(text)["input_ids"]) for text in counted_texts()))
 
-    def run(self, asks: Sequence[Ask], batch: int) -> Load:
+    def run(self, requests: Sequence[BenchRequest], batch: int) -> Load:
         """Generate the answers of all requests, `batch` at a time."""
-        self._generate(asks[:1])
+        self._generate(requests[:1])
         load = Load(begun_s=time.perf_counter())
-        for some in _batches(asks, batch):
+        for some in _batches(requests, batch):
             load.outcomes += self._generate(some)
         load.ended_s = time.perf_counter()
         return load
 
-    def _generate(self, asks: Sequence[Ask]) -> list[RequestOutcome]:
-        wanted = asks[0].max_tokens
+    def _generate(self, requests: Sequence[BenchRequest]) -> list[RequestOutcome]:
+        wanted = requests[0].max_tokens
         sent_s, clock = time.perf_counter(), _Clock()
-        inputs = self._tokenizer([ask.prompt for ask in asks], return_tensors="pt", padding=True)
-        names = [ask.model if ask.has_adapter else NO_ADAPTER for ask in asks]
-        base_only = self._has_adapters and not any(ask.has_adapter for ask in asks)
+        inputs = self._tokenizer([request.prompt for request in requests], return_tensors="pt", padding=True)
+        names = [request.model if request.has_adapter else NO_ADAPTER for request in requests]
+        base_only = self._has_adapters and not any(request.has_adapter for request in requests)
         with torch.inference_mode(), self._model.disable_adapter() if base_only else nullcontext():
             made = self._model.generate(
                 **inputs,
@@ -71,7 +71,8 @@ class StaticBatches:
         lengths = inputs["attention_mask"].sum(1).tolist()
         new = made.shape[1] - inputs["input_ids"].shape[1]
         return [
-            _outcome(ask, sent_s, clock.times_s, int(length), new) for ask, length in zip(asks, lengths, strict=True)
+            _outcome(one, sent_s, clock.times_s, int(length), new)
+            for one, length in zip(requests, lengths, strict=True)
         ]
 
 
@@ -86,14 +87,18 @@ class _Clock(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _outcome(ask: Ask, sent_s: float, times_s: Iterable[float], prompt_tokens: int, new: int) -> RequestOutcome:
-    outcome = RequestOutcome(ask.model, ask.has_adapter, sent_s, list(times_s), time.perf_counter(), prompt_tokens)
+def _outcome(
+    request: BenchRequest, sent_s: float, times_s: Iterable[float], prompt_tokens: int, new: int
+) -> RequestOutcome:
+    outcome = RequestOutcome(
+        request.model, request.has_adapter, sent_s, list(times_s), time.perf_counter(), prompt_tokens
+    )
     outcome.output_tokens = new
-    if new != ask.max_tokens:
-        outcome.fail("wrong token count", f"{new} tokens instead of {ask.max_tokens}")
+    if new != request.max_tokens:
+        outcome.fail("wrong token count", f"{new} tokens instead of {request.max_tokens}")
     return outcome
 
 
-def _batches(asks: Sequence[Ask], size: int) -> Iterator[Sequence[Ask]]:
-    for begin in range(0, len(asks), size):
-        yield asks[begin : begin + size]
+def _batches(requests: Sequence[BenchRequest], size: int) -> Iterator[Sequence[BenchRequest]]:
+    for begin in range(0, len(requests), size):
+        yield requests[begin : begin + size]

@@ -14,7 +14,7 @@ from api.client import CONNECT_S
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """Describe a streamed completion of exactly `max_tokens` tokens."""
 
     model: str
@@ -119,12 +119,12 @@ class BenchClient:
     ) -> None:
         self._connections.close()
 
-    async def ask(self, ask: Ask) -> RequestOutcome:
+    async def send(self, request: BenchRequest) -> RequestOutcome:
         """Send a request. Errors of the server or the network are recorded, not raised."""
-        outcome = RequestOutcome(ask.model, ask.has_adapter, time.perf_counter())
+        outcome = RequestOutcome(request.model, request.has_adapter, time.perf_counter())
         try:
             async with self._connections.lent() as connection:
-                connection.send(self._path, self._headers, json.dumps(self.body(ask)).encode())
+                connection.send(self._path, self._headers, json.dumps(self.body(request)).encode())
                 await self._answer(connection, outcome)
         except NotConnected as error:
             outcome.fail("unreachable", str(error))
@@ -136,14 +136,15 @@ class BenchClient:
             outcome.fail("malformed event", str(error))
         outcome.ended_s = time.perf_counter()
         if outcome.failure is None:
-            _check(outcome, ask.max_tokens)
+            _check(outcome, request.max_tokens)
         return outcome
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, request: BenchRequest) -> dict[str, Any]:
         """Return the body of a request."""
-        content = {"messages": [{"role": "user", "content": ask.prompt}]} if self._chat else {"prompt": ask.prompt}
+        prompt = request.prompt
+        content = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
         fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        return {"model": ask.model, **content, "max_tokens": ask.max_tokens, **fixed}
+        return {"model": request.model, **content, "max_tokens": request.max_tokens, **fixed}
 
     async def _answer(self, connection: Connection, outcome: RequestOutcome) -> None:
         """Read an answer; raise TimeoutError if nothing comes for too long."""

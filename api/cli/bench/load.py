@@ -7,13 +7,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from api.cli.bench.client import Ask, RequestOutcome
+from api.cli.bench.client import BenchRequest, RequestOutcome
 
 
 class ScheduledCall(Protocol):
-    """Send a request; implemented by `BenchClient.ask` and by tests."""
+    """Send a request; implemented by `BenchClient.send` and by tests."""
 
-    def __call__(self, ask: Ask, /) -> Coroutine[Any, Any, RequestOutcome]: ...
+    def __call__(self, request: BenchRequest, /) -> Coroutine[Any, Any, RequestOutcome]: ...
 
 
 @dataclass
@@ -33,41 +33,44 @@ class Load:
 
 
 async def closed_loop(
-    ask: ScheduledCall,
-    asks: Sequence[Ask],
+    send: ScheduledCall,
+    requests: Sequence[BenchRequest],
     concurrency: int,
     load: Load,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run `concurrency` clients, each of which sends its next request when the last one is answered."""
-    left: Iterator[Ask] = iter(asks)
+    left: Iterator[BenchRequest] = iter(requests)
 
     async def client() -> None:
         for one in left:
-            load.outcomes.append(await ask(one))
+            load.outcomes.append(await send(one))
             on_progress(len(load.outcomes))
 
     load.begun_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(asks))):
+        for _ in range(min(concurrency, len(requests))):
             group.create_task(client())
     load.ended_s = time.perf_counter()
 
 
 async def open_loop(
-    ask: ScheduledCall, asks: Sequence[Ask], load: Load, on_progress: Callable[[int], None] = lambda _: None
+    send: ScheduledCall,
+    requests: Sequence[BenchRequest],
+    load: Load,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Send each request at its time (`at_s`), regardless of how many are waiting."""
 
-    async def at_its_time(one: Ask) -> None:
+    async def at_its_time(one: BenchRequest) -> None:
         assert one.at_s is not None
         await asyncio.sleep(max(0.0, load.begun_s + one.at_s - time.perf_counter()))
-        load.outcomes.append(await ask(one))
+        load.outcomes.append(await send(one))
         on_progress(len(load.outcomes))
 
     load.begun_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for one in asks:
+        for one in requests:
             group.create_task(at_its_time(one))
     load.ended_s = time.perf_counter()
 

@@ -16,7 +16,7 @@ from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
 from api.cli.bench.server_info import Served, read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
-from api.cli.bench.sweep import NoAnswer, Point, Settings, make_asks, measure_ruler, run_point, trace_names
+from api.cli.bench.sweep import NoAnswer, Point, Settings, make_requests, measure_ruler, run_point, trace_names
 from api.cli.bench.workload import hidden_key, spelled
 from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, progress
@@ -64,7 +64,7 @@ class Bench:
 
         async def measure() -> Ruler:
             async with self._caller() as caller:
-                return await measure_ruler(caller.ask, model)
+                return await measure_ruler(caller.send, model)
 
         try:
             return asyncio.run(measure())
@@ -74,14 +74,14 @@ class Bench:
             raise CliError(message, code=code) from None
 
     def _point(self, point: Point, ruler: Ruler, step: Steps) -> Result:
-        asks = make_asks(point, self._settings, ruler)
+        requests = make_requests(point, self._settings, ruler)
         load, interrupted = Load(), False
 
         async def run() -> None:
             async with self._caller() as caller:
-                on_progress = lambda done: step(str(point), done, len(asks))  # noqa: E731
-                step(str(point), 0, len(asks))
-                await run_point(caller.ask, point, asks, self._settings.warmup, load, on_progress)
+                on_progress = lambda done: step(str(point), done, len(requests))  # noqa: E731
+                step(str(point), 0, len(requests))
+                await run_point(caller.send, point, requests, self._settings.warmup, load, on_progress)
 
         began = datetime.now(UTC)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.cli.bench.client import Ask
+from api.cli.bench.client import BenchRequest
 from api.cli.bench.load import Load, ScheduledCall, closed_loop, open_loop, poisson
 from api.cli.bench.prompts import Prompts, Ruler, counted_texts
 from api.cli.bench.workload import Law, Lengths
@@ -78,7 +78,7 @@ class Settings:
         }
 
 
-def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
+def make_requests(point: Point, settings: Settings, ruler: Ruler) -> list[BenchRequest]:
     """Build the requests of a point.
 
     Names, lengths, words and times have separate seeds: changing one distribution does not change the other draws.
@@ -91,7 +91,7 @@ def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
     names = _names(point, settings, count)
     inputs, outputs = _rng(settings, "prompts"), _rng(settings, "answers")
     return [
-        Ask(
+        BenchRequest(
             model=name,
             prompt=prompts.make(settings.prompt.draw(inputs), settings.shared_prefix),
             max_tokens=settings.output.draw(outputs),
@@ -102,7 +102,7 @@ def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
     ]
 
 
-async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
+async def measure_ruler(send: ScheduledCall, model: str) -> Ruler:
     """Measure a server's tokenizer by letting it count two texts.
 
     Raises:
@@ -110,7 +110,7 @@ async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
     """
     counts = []
     for text in counted_texts():
-        outcome = await ask(Ask(model, text, 1))
+        outcome = await send(BenchRequest(model, text, 1))
         if outcome.failure is not None:
             raise NoAnswer(outcome.failure, outcome.detail)
         counts.append(outcome.prompt_tokens)
@@ -126,16 +126,21 @@ class NoAnswer(Exception):
 
 
 async def run_point(
-    ask: ScheduledCall, point: Point, asks: Sequence[Ask], warmup: int, load: Load, on_progress: Callable[[int], None]
+    send: ScheduledCall,
+    point: Point,
+    requests: Sequence[BenchRequest],
+    warmup: int,
+    load: Load,
+    on_progress: Callable[[int], None],
 ) -> None:
     """Warm up, then run the load. After an interruption, `load` has the results so far."""
-    warm = [Ask(asks[n % len(asks)].model, "warm up", asks[0].max_tokens) for n in range(warmup)]
+    warm = [BenchRequest(requests[n % len(requests)].model, "warm up", requests[0].max_tokens) for n in range(warmup)]
     if warm:
-        await closed_loop(ask, warm, point.concurrency or 1, Load())
+        await closed_loop(send, warm, point.concurrency or 1, Load())
     if point.concurrency is not None:
-        await closed_loop(ask, asks, point.concurrency, load, on_progress)
+        await closed_loop(send, requests, point.concurrency, load, on_progress)
     else:
-        await open_loop(ask, asks, load, on_progress)
+        await open_loop(send, requests, load, on_progress)
 
 
 def trace_names(trace: Sequence[TraceRequest]) -> list[str]:
@@ -152,7 +157,7 @@ def _names(point: Point, settings: Settings, count: int) -> list[str]:
 
 def _from_trace(
     trace: Sequence[TraceRequest], point: Point, settings: Settings, prompts: Prompts, times: list[float] | None
-) -> list[Ask]:
+) -> list[BenchRequest]:
     served = {name: _stand_in(k, name, point, settings) for k, name in enumerate(trace_names(trace))}
     # As in `lorasrv plan`: prompts of an adapter share as many tokens as were cached.
     most: dict[str | None, int] = {}
@@ -160,13 +165,13 @@ def _from_trace(
         most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)
     seen: set[str | None] = set()
     begun_s = min(request.arrival_s for request in trace)
-    asks = []
+    requests = []
     for number, request in enumerate(trace):
         name = settings.base if request.adapter is None else served[request.adapter]
         shared = request.cached_tokens if request.adapter in seen else min(most[request.adapter], request.prompt_tokens)
         seen.add(request.adapter)
-        asks.append(
-            Ask(
+        requests.append(
+            BenchRequest(
                 model=name,
                 prompt=prompts.make(request.prompt_tokens, settings.shared_prefix or shared, request.adapter or ""),
                 max_tokens=request.output_tokens,
@@ -174,7 +179,7 @@ def _from_trace(
                 at_s=request.arrival_s - begun_s if times is None else times[number],
             )
         )
-    return asks
+    return requests
 
 
 def _stand_in(rank: int, name: str, point: Point, settings: Settings) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.cli.bench.client import Ask, BenchClient
+from api.cli.bench.client import BenchClient, BenchRequest
 from api.cli.bench.connections import Address
 
 USAGE = b'{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
@@ -90,7 +90,7 @@ def asked(
             BenchClient(url + "/at/", keeps=keeps, timeout_s=5) as client,
         ):
             for _ in range(3):
-                outcome = await client.ask(Ask("m", "x", 2))
+                outcome = await client.send(BenchRequest("m", "x", 2))
                 assert (outcome.failure, outcome.prompt_tokens) == (None, 3), outcome.detail
                 assert len(outcome.arrivals_s) == 2
                 await between()
@@ -157,7 +157,7 @@ def test_what_is_given_up_is_not_sent_on() -> None:
 
         server = await asyncio.get_running_loop().create_server(deaf, "127.0.0.1", 0)
         async with server, BenchClient(url_of(server), timeout_s=0.1) as client:
-            assert (await client.ask(Ask("m", prompt, 2))).failure == "timeout"
+            assert (await client.send(BenchRequest("m", prompt, 2))).failure == "timeout"
             [one] = made
             one.transport.resume_reading()
             return await asyncio.wait_for(one.got, 10)
@@ -169,7 +169,7 @@ def test_many_at_a_time() -> None:
     async def run() -> None:
         async with answering(chunked(50)) as (counting, url), BenchClient(url) as client:
             for _ in range(2):
-                outcomes = await asyncio.gather(*(client.ask(Ask("m", "x", 2)) for _ in range(40)))
+                outcomes = await asyncio.gather(*(client.send(BenchRequest("m", "x", 2)) for _ in range(40)))
                 assert {outcome.failure for outcome in outcomes} == {None}
             assert counting.connections == 40
 
@@ -182,7 +182,7 @@ def test_many_at_a_time() -> None:
 def test_what_is_no_answer_is_a_cut_stream(answer: bytes) -> None:
     async def run() -> str | None:
         async with answering(answer, closes=True) as (_, url), BenchClient(url) as client:
-            outcome = await client.ask(Ask("m", "x", 2))
+            outcome = await client.send(BenchRequest("m", "x", 2))
             assert outcome.detail
             assert "role=" not in outcome.detail, "only h11's authors know what this means"
             return outcome.failure

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.cli.bench.client import Ask, RequestOutcome
+from api.cli.bench.client import BenchRequest, RequestOutcome
 from api.cli.bench.load import Load, closed_loop, open_loop, poisson
 from api.cli.bench.prompts import LONG_WORDS, SHORT_WORDS, Prompts, Ruler, counted_texts
 from api.cli.bench.roofline import MachineRates, Wave, Work, floor, mbu, mean_batch, mfu
 from api.cli.bench.stats import Spread, figures, keeps
-from api.cli.bench.sweep import Point, Settings, make_asks
+from api.cli.bench.sweep import Point, Settings, make_requests
 from api.cli.bench.workload import (
     InvalidOption,
     Law,
@@ -269,13 +269,14 @@ class TestSweep:
     def test_laws_do_not_disturb_each_other(self) -> None:
         names, lengths = [f"a{n}" for n in range(8)], Lengths("uniform", 1, 99)
         one, other = (
-            make_asks(Point(8, concurrency=4), Settings(names, "base", Law(kind), lengths), EXACT)
+            make_requests(Point(8, concurrency=4), Settings(names, "base", Law(kind), lengths), EXACT)
             for kind in ("uniform", "distinct")
         )
-        assert [(ask.max_tokens, len(ask.prompt)) for ask in one] == [(a.max_tokens, len(a.prompt)) for a in other]
-        assert [ask.model for ask in one] != [ask.model for ask in other]
-        asks = make_asks(Point(0, concurrency=1), Settings(["a"], "base"), EXACT)
-        assert {(ask.model, ask.has_adapter, ask.at_s) for ask in asks} == {("base", False, None)}, "no adapters"
+        assert [(a.max_tokens, len(a.prompt)) for a in one] == [(a.max_tokens, len(a.prompt)) for a in other]
+        assert [request.model for request in one] != [request.model for request in other]
+        requests = make_requests(Point(0, concurrency=1), Settings(["a"], "base"), EXACT)
+        found = {(request.model, request.has_adapter, request.at_s) for request in requests}
+        assert found == {("base", False, None)}, "no adapters"
 
     @given(st.floats(0.1, 100), SEEDS)
     @settings(max_examples=20, deadline=None)
@@ -295,19 +296,19 @@ class TestSweep:
     )
 
     def test_a_trace_as_it_is(self) -> None:
-        asks = make_asks(Point(None), Settings((), "base", trace=self.TRACE), EXACT)
-        shown = [(ask.at_s, len(ask.prompt.split()), ask.max_tokens, ask.model) for ask in asks]
+        requests = make_requests(Point(None), Settings((), "base", trace=self.TRACE), EXACT)
+        shown = [(request.at_s, len(request.prompt.split()), request.max_tokens, request.model) for request in requests]
         assert shown == [(0.0, 20, 4, "x"), (0.5, 30, 5, "y"), (0.7, 30, 6, "y"), (0.9, 40, 7, "base")]
-        first, second = asks[1].prompt.split(), asks[2].prompt.split()
+        first, second = requests[1].prompt.split(), requests[2].prompt.split()
         assert first[:12] == second[:12], "what a cache knew is in both"
         assert first[12] != second[12]
 
     def test_a_trace_over_other_names_and_times(self) -> None:
-        make = lambda point: make_asks(point, Settings(("m", "n"), "base", trace=self.TRACE), EXACT)  # noqa: E731
-        asks = make(Point(1, rate=2.0))
-        assert [ask.model for ask in asks] == ["m", "m", "m", "base"]
-        assert [ask.at_s for ask in asks] != [0.0, 0.5, 0.7, 0.9]
-        models = [ask.model for ask in make(Point(2, concurrency=1))]
+        make = lambda point: make_requests(point, Settings(("m", "n"), "base", trace=self.TRACE), EXACT)  # noqa: E731
+        requests = make(Point(1, rate=2.0))
+        assert [request.model for request in requests] == ["m", "m", "m", "base"]
+        assert [request.at_s for request in requests] != [0.0, 0.5, 0.7, 0.9]
+        models = [request.model for request in make(Point(2, concurrency=1))]
         assert models == ["n", "m", "m", "base"], "the most popular takes the first name"
 
 
@@ -317,7 +318,7 @@ class TestLoad:
     def test_a_closed_loop_keeps_so_many_running(self) -> None:
         running, most = 0, 0
 
-        async def ask(one: Ask) -> RequestOutcome:
+        async def send(one: BenchRequest) -> RequestOutcome:
             nonlocal running, most
             running += 1
             most = max(most, running)
@@ -326,16 +327,16 @@ class TestLoad:
             return outcome(0.0, [1.0])
 
         load, told = Load(), []
-        asyncio.run(closed_loop(ask, [Ask("a", "p", 1)] * 10, 3, load, told.append))
+        asyncio.run(closed_loop(send, [BenchRequest("a", "p", 1)] * 10, 3, load, told.append))
         assert (most, len(load.outcomes), told) == (3, 10, list(range(1, 11)))
 
     def test_an_open_loop_waits_for_no_answer(self) -> None:
         all_run = asyncio.Barrier(5)
 
-        async def ask(one: Ask) -> RequestOutcome:
+        async def send(one: BenchRequest) -> RequestOutcome:
             await all_run.wait()
             return outcome(0.0, [1.0])
 
         load = Load()
-        asyncio.run(open_loop(ask, [Ask("a", "p", 1, at_s=n / 1000) for n in range(5)], load))
+        asyncio.run(open_loop(send, [BenchRequest("a", "p", 1, at_s=n / 1000) for n in range(5)], load))
         assert (len(load.outcomes), load.wall_s > 0) == (5, True)
