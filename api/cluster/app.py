@@ -2,8 +2,8 @@
 
 `serve run api.cluster.app:build model=... replicas=2 store=...` takes the options of `lorasrv serve` by their names,
 and those of `ClusterShape`. `lorasrv serve --replicas N` runs the same replicas and registry, with the edge in its own
-process. An update starts all processes of an application anew; a registry that is to go on meanwhile is an application
-of its own (`build_registry`).
+process. An update restarts all processes of an application. To keep the registry up meanwhile, deploy it as its own
+application (`build_registry`).
 """
 
 import asyncio
@@ -33,23 +33,23 @@ from lorasrv.placement.kinds import make_placement
 
 REPLICA, PREFILL, REGISTRY, EDGE = "Replica", "Prefill", "Registry", "Edge"
 NOTICED_S = 2.0
-"""Time for edges to notice that a replica goes, before it refuses requests: some periods of `pick.py`."""
+"""Time for edges to notice that a replica is leaving, before it refuses requests: several periods of `pick.py`."""
 SINGLE_CALLS = 8
-"""Single calls, to replicas of Ray's choice, where one that hangs keeps the answer to a call of all back."""
+"""Single calls, to replicas of Ray's choice, when a broadcast times out because one replica hangs."""
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 MAX_STARTS = 3
-"""Attempts to start a replica before the deployment has failed."""
+"""Attempts to start a replica before the deployment fails."""
 HANDOVER_S, HANDOVER_LOOK_S = 60.0, 0.5
-"""Time in which a registry must give its store to the next one."""
+"""Time in which a registry must release its store to its successor."""
 CALLS = 1000
-"""Calls of edges at a time; requests are no calls, their queue is the server's own."""
+"""Concurrent actor calls from edges. Requests are not actor calls; the server has its own queue for them."""
 STREAMS = 100_000
-"""Requests that an edge pipes at a time; replicas bound them."""
+"""Requests that an edge pipes at a time; the real limit is set by the replicas."""
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Build the application from texts by name, as `serve run` passes them.
+    """Build the application from options by name, as strings, as `serve run` passes them.
 
     Raises:
         ConfigError: an option is unknown or wrong.
@@ -58,7 +58,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def build_registry(args: Mapping[str, Any]) -> serve.Application:
-    """Build the registry alone, from the same texts; `registry_app` of `build` is the name that it is deployed under.
+    """Build the registry alone, from the same options. `build` finds it by the name of its application, `registry_app`.
 
     Raises:
         ConfigError: an option is unknown or wrong, or names another registry.
@@ -70,13 +70,13 @@ def build_registry(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(settings: ServerSettings, shape: ClusterShape) -> serve.Application:
-    """Build the application. Without edges, its ingress are the replicas, for the handle of an edge elsewhere.
+    """Build the application. Without edges, the replicas are its ingress, and an edge elsewhere uses their handle.
 
-    With `--registry` replicas follow that server; else one that runs in the cluster and owns `--store`, in the
-    application `registry_app` or in this one.
+    With `--registry`, replicas follow that server. Otherwise they follow a registry in the cluster that owns `--store`,
+    in the application `registry_app` or in this one.
 
     Args:
-        settings: with the cluster's secret.
+        settings: must include the cluster's secret.
     """
     in_cluster = registry_application if shape.registry_app is None else _found
     registry = settings.registry or in_cluster(settings, shape)
@@ -151,7 +151,7 @@ def registry_application(settings: ServerSettings, shape: ClusterShape) -> serve
 
 
 def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaAddress | BaseException]]]:
-    """Return a function that asks all running replicas of deployments, known by their handles, where they are."""
+    """Return a function that asks all running replicas of some deployments, given by handle, for their addresses."""
 
     async def ask(replicas: Any) -> list[ReplicaAddress | BaseException]:
         said: list[ReplicaAddress | BaseException]
@@ -161,7 +161,7 @@ def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaAddress | B
                 replicas.broadcast("address").results_async(return_exceptions=True), NOTICED_S
             )
         except TimeoutError as late:
-            # One that hangs keeps all back; most single calls Ray sends to others.
+            # One hanging replica delays the whole broadcast; Ray sends most of the single calls to other replicas.
             said = [
                 *await asyncio.gather(*(ask_one(replicas) for _ in range(SINGLE_CALLS)), return_exceptions=True),
                 late,
@@ -179,9 +179,9 @@ def look_at(*deployments: Any) -> Callable[[], Awaitable[list[ReplicaAddress | B
 
 
 class RegistryDeployment(HostedServer):
-    """Run the server that owns the store, without an engine, as Ray Serve's only replica of its kind.
+    """Run the server that owns the store, without an engine, as the deployment's only replica.
 
-    The one before it may still hold store and port, for as long as it drains.
+    Its predecessor may still hold the store and the port while it drains.
     """
 
     async def __init__(self, settings: Sealed, port: int, log: str | None) -> None:  # type: ignore[misc]
@@ -198,7 +198,7 @@ class RegistryDeployment(HostedServer):
                 await asyncio.sleep(HANDOVER_LOOK_S)
 
     def address(self) -> str:
-        """Return where it listens."""
+        """Return the URL that it listens on."""
         return self.ready().url
 
     def __del__(self) -> None:
@@ -208,7 +208,7 @@ class RegistryDeployment(HostedServer):
 class ReplicaDeployment(ReplicaServer):
     """Run a server as Ray Serve's replica."""
 
-    # Not `super().__init__` itself: the registry's address is a question to another actor.
+    # Not a plain `super().__init__`: another actor must first be asked for the registry's address.
     async def __init__(self, plan: ReplicaPlan, registry: Any, beside: Any) -> None:  # type: ignore[misc]
         del beside
         self._running = None
@@ -217,7 +217,7 @@ class ReplicaDeployment(ReplicaServer):
         await asyncio.to_thread(ReplicaServer.__init__, self, plan, address, replica_id, host)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the figures that the number of replicas depends on."""
+        """Return the figures that determine the number of replicas."""
         load = ReplicaLoad.of(self.running.services.engine.metrics.stats())
         return {name: float(getattr(load, name)) for name in FIGURES}
 
@@ -243,7 +243,7 @@ class EdgeDeployment:
 
 
 async def address_of(registry: Any) -> str:
-    """Return a registry's address: its own, or what the deployment of this handle says once it serves."""
+    """Return a registry's address: the given one, or the one that the handle's deployment reports once it serves."""
     if isinstance(registry, str):
         return registry
     handle = registry.handle() if isinstance(registry, RegistryApp) else registry
@@ -251,7 +251,7 @@ async def address_of(registry: Any) -> str:
 
 
 def _numbers(settings: ServerSettings) -> dict[str, Any]:
-    """Return how many replicas there are, or between which numbers Ray chooses."""
+    """Return the fixed number of replicas, or the range that Ray scales within."""
     least = settings.replicas or 1
     most = settings.max_replicas or least
     if most < least:

@@ -1,7 +1,7 @@
-"""Make the certificate that the processes of a local Ray show each other.
+"""Make the certificate by which the processes of a local Ray authenticate each other.
 
-Some of Ray's ports run what they are sent, and one of each replica listens on every interface. With TLS in both
-directions only those answer who have the key, which is made at the start and never leaves the folder.
+Some of Ray's ports execute code that they are sent, and one port of each replica listens on every interface. With
+mutual TLS, only processes that have the key can connect. It is made at the start and never leaves the folder.
 """
 
 import datetime
@@ -12,7 +12,7 @@ VALID = datetime.timedelta(days=3650)
 
 
 def write_certificate(folder: Path) -> dict[str, str]:
-    """Write a certificate for this machine, its own authority, with its key, and return Ray's variables for them."""
+    """Write a self-signed certificate for this machine and its key; return Ray's environment variables for them."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

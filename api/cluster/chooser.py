@@ -15,28 +15,28 @@ from lorasrv.placement.work import WorkRates
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """Say where a replica listens, and what it is."""
+    """Hold where a replica listens, and what it is."""
 
     id: str
     # `http://host:port`, without a path.
     url: str
-    # Speed, as a multiple of a usual replica's.
+    # Speed, as a multiple of a typical replica's.
     weight: float = 1.0
     is_ready: bool = True
     # `prefill`, `decode` or `both`.
     role: str = BOTH
-    # Fingerprint of the model, its formats and kernels: equal ones compute equal tokens. Empty: not known.
+    # Fingerprint of the model, its formats and kernels: replicas with equal ones compute equal tokens. Empty: unknown.
     kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Hold what a replica said of itself."""
+    """Hold what a replica reported about itself."""
 
     model: str
     rates: WorkRates
     is_ready: bool
-    # Requests that run or wait, and the seconds until they have ended if no further ones came.
+    # Requests that run or wait, and the seconds until they would end if no others came.
     requests: int
     seconds_ahead: float
     # Adapters in its pool.
@@ -47,63 +47,63 @@ class Chooser(Protocol):
     """Choose among replicas; an edge has one."""
 
     def choose(self, demand: Demand, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
-        """Return a context that holds a place at the best replica that is not in `tried`, while it is open.
+        """Return a context that holds a place at the best replica that is not in `tried` while the context is open.
 
         Raises:
             NoReplicaReady: on entering; all ready replicas were tried, or none is ready.
         """
 
     def choose_prefill(self, prompt: Demand, kernels: str, failing: Collection[str]) -> "_Prefilling":
-        """Return a context that holds a place at a replica that computes prompts for others, while it is open; None,
-        if there is none.
+        """Return a context that holds a place at a prefill replica while the context is open; it yields None if there
+        is no such replica.
 
         Args:
-            kernels: fingerprint that it must have.
-            failing: ids of replicas that did not answer a moment ago.
+            kernels: fingerprint that the replica must have.
+            failing: ids of replicas that recently did not answer.
         """
 
     def replicas(self) -> Sequence[ReplicaAddress]:
-        """Return all replicas that are known, ready or not."""
+        """Return all known replicas, ready or not."""
 
     def loads_s(self) -> Mapping[str, float]:
         """Return the seconds of work ahead of every replica."""
 
     def on_figures(self, replica_id: str, figures: ReplicaFigures) -> None:
-        """Take what a replica says of its readiness and work; one that is not known any more is ignored."""
+        """Record a replica's readiness and work; ignore a replica that is no longer known."""
 
     def on_no_figures(self, replica_id: str) -> None:
-        """Take a replica for ready and idle that answers without figures: what it said may not be true any more."""
+        """Record a replica that answers without figures as ready and idle: its last figures may be out of date."""
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Give replicas work as these weights say, beside those that their addresses have."""
+        """Multiply the weights of the replicas' addresses by these."""
 
 
 _Prefilling = AbstractContextManager[ReplicaAddress | None]
 
 
 class StaticChooser:
-    """Choose among replicas that stay where they are, by the same placement that a simulation runs.
+    """Choose among a given list of replicas, by the same placement that a simulation runs.
 
     Args:
-        addresses: all of them; `set_addresses` replaces the list.
-        placement: of which only this chooser sets the replicas.
+        addresses: all replicas; `set_addresses` replaces the list.
+        placement: used by this chooser only, which sets its replicas.
     """
 
     def __init__(self, addresses: Sequence[ReplicaAddress], placement: Placement) -> None:
         self._placement = placement
-        # Of prompts that are computed for the answers of other replicas.
+        # Placement of prompts that one replica computes for another.
         self._prompts = make_placement(placement.name)
         self._weights: Mapping[str, float] = {}
-        # Requests that run, by replica.
+        # Number of running requests by replica.
         self._sent: Counter[str] = Counter()
         self.set_addresses(addresses)
 
     def set_addresses(self, addresses: Sequence[ReplicaAddress]) -> None:
-        """Replace the list of replicas; what runs on those that stay keeps counting."""
+        """Replace the list of replicas; requests that run on replicas of both lists still count."""
         self._addresses = {address.id: address for address in addresses}
         prefill = [one for one in addresses if one.role == PREFILL]
         self._prompts.set_replicas(map(self._placed, prefill))
-        # They answer, too, where no other replica does.
+        # Prefill replicas answer requests if there are no others.
         self._placement.set_replicas(map(self._placed, [one for one in addresses if one.role != PREFILL] or prefill))
 
     @asynccontextmanager
@@ -129,7 +129,7 @@ class StaticChooser:
 
     @contextmanager
     def sent_to(self, placement: Placement, chosen: str, demand: Demand) -> Iterator[ReplicaAddress]:
-        """Count a request's work at a replica for the block."""
+        """Count a request's work at a replica while the block runs."""
         sent = placement.on_request_sent(chosen, demand)
         self._sent[chosen] += 1
         try:

@@ -1,4 +1,4 @@
-"""Read from a request what the choice of its replica depends on, without checking it: the replica does."""
+"""Read from a request what the choice of its replica depends on. The replica checks the request, not this module."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ Fields = Mapping[str, Any]
 async def read_demand(
     path: str, session: str | None, body: bytes, base_names: Collection[str], estimator: WorkEstimator
 ) -> Demand:
-    """Describe a request to the placement. A body that is no JSON object has nothing that ties it to a replica.
+    """Describe a request to the placement. A body that is not a JSON object prefers no replica.
 
     Args:
         session: value of the header x-session-id.
-        base_names: what clients call the base.
+        base_names: names of the base model.
     """
     fields = _parsed(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(_parsed, body)
     adapter_id = _warmed(path) or adapter_of(fields, base_names)
@@ -37,7 +37,7 @@ async def read_demand(
 def adapter_of(fields: Fields, base_names: Collection[str]) -> str | None:
     """Return the id of the adapter that answers, without alias or version; None for the base.
 
-    Sums of the same adapters have the same key, whatever the weights: the host copies that they are made of are shared.
+    Sums of the same adapters have the same key, whatever their weights, because they share host copies.
     """
     named = fields.get("adapters")
     if isinstance(named, list) and named:
@@ -70,7 +70,7 @@ def _parsed(body: bytes) -> Fields:
     if not isinstance(fields, dict):
         return {}
     parameters = fields.get("parameters")
-    # TGI and LoRAX keep their options one level below.
+    # TGI and LoRAX nest their options in `parameters`.
     return {**parameters, **fields} if isinstance(parameters, dict) else fields
 
 
@@ -105,7 +105,7 @@ def _content(turn: Any) -> Any:
 
 
 def _first(value: Any) -> Any:
-    """Return as much of a list as the beginning can need."""
+    """Return as many elements of a list as the beginning can need."""
     return value[:SESSION_CHARS] if isinstance(value, list) else value
 
 

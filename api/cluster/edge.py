@@ -1,7 +1,7 @@
-"""The edge: take a client's request, choose who answers, and pipe the bytes. No key is read here, replicas check them.
+"""The edge: take a client's request, choose the server that answers, and pipe the bytes. Replicas check the API key.
 
-What takes an engine goes to a replica, everything else to the registry, which alone writes. The edge holds no state of
-its own that a second edge would have to know.
+Requests that need an engine go to a replica, all others to the registry, the only writer. The edge holds no state that
+a second edge would have to know.
 """
 
 import asyncio
@@ -44,17 +44,17 @@ from lorasrv.placement.placement import RETRY_AFTER_S, Demand
 
 _LOG = logging.getLogger(__name__)
 SUSPECT_S = 1.0
-"""Time for which a replica that did not answer comes last."""
+"""Time for which a replica that did not answer is tried last."""
 MAX_KEPT_BYTES = 256 << 20
-"""Bodies that are kept to resume their streams; further ones are not resumed."""
+"""Limit on the request bodies that are kept to resume streams; beyond it, streams are not resumed."""
 
 
 class Edge:
     """Serve as one ASGI application in front of all replicas.
 
     Args:
-        chooser: says which replica answers.
-        registry: `http://host:port` of the server that owns the store; None refuses what only it can answer.
+        chooser: chooses the replica that answers.
+        registry: `http://host:port` of the server that owns the store; None: requests for it are refused.
         secret: the cluster's; None: streams are not resumed, and replicas take no pages from each other.
     """
 
@@ -63,7 +63,7 @@ class Edge:
         self._upstreams = Upstreams()
         self.stats = EdgeStats()
         self._peers = Peers(chooser, self.stats)
-        # Replica -> when it may be asked again.
+        # Replica id -> time after which it is no longer suspect.
         self._suspects: dict[str, float] = {}
         self._kept_bytes = 0
         self._survey = None if secret is None else Survey(chooser, self._upstreams, self.stats, secret)
@@ -93,7 +93,7 @@ class Edge:
 
     @asynccontextmanager
     async def choose(self, demand: Demand, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
-        """Enter as `Chooser.choose` does; those that failed a moment ago come last.
+        """Enter as `Chooser.choose` does, but choose replicas that failed recently last.
 
         Raises:
             NoReplicaReady: on entering.
@@ -110,18 +110,18 @@ class Edge:
         self._suspects[replica.id] = time.monotonic() + SUSPECT_S
 
     def suspects(self) -> Collection[str]:
-        """Return the ids of the replicas that did not answer a moment ago."""
+        """Return the ids of the replicas that recently did not answer."""
         now_s = time.monotonic()
         self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
         return self._suspects.keys() | (set() if self._survey is None else self._survey.silent)
 
     @property
     def is_stopping(self) -> bool:
-        """Return whether what runs is cancelled because the edge stops."""
+        """Return whether running requests are cancelled because the edge stops."""
         return self.draining.is_over
 
     def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
-        """Return the ids of the replicas that need not go on in the same words."""
+        """Return the ids of the replicas that might not continue this replica's answer with the same tokens."""
         others = self._chooser.replicas()
         return frozenset(one.id for one in others if not one.kernels or one.kernels != replica.kernels)
 
@@ -157,7 +157,7 @@ class Edge:
         forwarded = ForwardedRequest(
             self, self._upstreams, self.stats, scope, send, peers, _request(scope, body), keeps
         )
-        # The forwarded request lets it go once it is of no use any more.
+        # The forwarded request frees the body once it is no longer needed.
         del body
         self._kept_bytes += num_bytes
         try:
@@ -166,7 +166,7 @@ class Edge:
             self._kept_bytes -= num_bytes
 
     async def _ask_registry(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pipe a request and its answer. Nothing is sent twice: it may change the store."""
+        """Pipe a request and its answer. The request is never sent twice, because it may change the store."""
         if self._registry is None:
             raise ApiError(503, "this cluster has no registry, which answers this", code="no_registry")
         try:
@@ -184,7 +184,7 @@ class Edge:
 
         Raises:
             Unreachable: nothing was sent back.
-            Broken: a part of the answer was.
+            Broken: a part of the answer was sent back.
         """
         has_arrived = asyncio.Event()
 
@@ -194,7 +194,7 @@ class Edge:
             has_arrived.set()
 
         async def left() -> Message:
-            # Before, who reads the body sees it.
+            # Until then, the reader of the body notices a disconnect.
             await has_arrived.wait()
             return await receive()
 
@@ -213,7 +213,7 @@ class Edge:
         await run_until_disconnect(left, ask_and_pipe())
 
     async def _answer_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer what is asked of the edge itself, or of a replica that the query names; return whether it was."""
+        """Answer a request to the edge itself, or to a replica that the query names; return whether it was one."""
         path, query = scope["path"], scope.get("query_string", b"")
         replica = named_replica(self._chooser, path, query)
         if replica is not None:
@@ -234,7 +234,7 @@ class Edge:
         return True
 
     async def _refusal(self, scope: Scope) -> Response | None:
-        """Return what a replica answers to the client's headers where it may not read a replica's figures.
+        """Ask a replica whether this client may read its figures; return the replica's refusal, None if it may.
 
         Raises:
             NoReplicaReady: there is no replica to ask.
@@ -268,7 +268,7 @@ class Edge:
 
 
 def _request(scope: Scope, body: bytes | AsyncIterator[bytes]) -> UpstreamRequest:
-    """Build what is sent on. Its length is the body's own, or else as the client announced it."""
+    """Build the request to send on. Its length is that of the body if known, else as the client announced it."""
     headers: RawHeaders = forwarded(scope["headers"], scope["state"]["request_id"])
     given = [value for name, value in scope["headers"] if name == b"content-length"]
     if isinstance(body, bytes):
@@ -281,7 +281,7 @@ def _request(scope: Scope, body: bytes | AsyncIterator[bytes]) -> UpstreamReques
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """Raises: ClientDisconnected."""
+    """Return the whole body. Raises: ClientDisconnected."""
     return b"".join([piece async for piece in _arriving(receive)])
 
 
@@ -302,7 +302,7 @@ async def _arriving(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _pipe(reply: UpstreamReply, send: Send) -> None:
-    """Pass an answer on as it arrives; if it breaks off, the client's connection is cut, too.
+    """Pass an answer on as it arrives. If it breaks off, the exception cuts the client's connection, too.
 
     Raises:
         Broken.

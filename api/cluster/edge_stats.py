@@ -1,4 +1,4 @@
-"""Count what an edge does, and learn from answers how much work requests are."""
+"""Count what an edge does, and learn from answers how much work requests take."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from api.asgi.limits import no_cuts
 from lorasrv.placement.work import WorkEstimator, WorkRates
 
 USUAL_RATES = WorkRates(prompt_token_s=0.5e-3, answer_token_s=5e-3)
-"""Before a replica has said its own."""
+"""Rates that are assumed until a replica has reported its own."""
 
 
 class EdgeStats:
@@ -17,14 +17,14 @@ class EdgeStats:
         # By replica.
         self.sent: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        # To clients, by status: of replicas, of the registry and the edge's own.
+        # Answers to clients by status: from replicas, from the registry and from the edge itself.
         self.answers: Counter[int] = Counter()
         # Connections closed below the edge, by cause.
         self.cuts = no_cuts()
-        # Replicas that were named as a peer, by what was wanted of them.
+        # Times that a replica was named as a peer, by kind: `prefill` or `pages`.
         self.peers: Counter[str] = Counter()
-        # Requests that were sent to another replica; streams that another went on with, those among them whose replica
-        # drained, and those that none could go on with.
+        # Requests that were sent to another replica; streams that another replica continued; those of them that moved
+        # because their replica drained; streams that no replica could continue.
         self.retries = self.resumed = self.moved = self.lost = 0
 
     def observe_answer(self, adapter_id: str | None, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Give each replica of a machine a folder of its own, that its successor takes over with what is in it."""
+"""Give each replica of a machine its own folder, which its successor takes over with its contents."""
 
 import fcntl
 import os
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def free_folder(parent: Path) -> Iterator[Path]:
-    """Lock the first folder below `parent` that no process holds, for the block; create it if all are held.
+    """Lock the first folder below `parent` that no process holds while the block runs; create one if all are held.
 
     Raises:
-        OSError: none can be made.
+        OSError: no folder can be created.
     """
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in count():

@@ -1,4 +1,4 @@
-"""Get one request answered: by the first replica of its rank, and by others while nothing of an answer has begun."""
+"""Get one request answered: by the best replica, or by others as long as no answer has begun."""
 
 import asyncio
 import math
@@ -23,11 +23,11 @@ from lorasrv.placement.placement import RETRY_AFTER_S, Demand
 
 MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
-"""Longest answer that is read as a whole before its first byte goes on: until then another replica may begin again."""
+"""Longest answer that is read whole before its first byte is passed on, so that another replica can still take over."""
 MOVE_S = 5.0
-"""Longest time that a stream of a draining replica waits for another to go on with it; then it stays where it is."""
+"""Longest time that a stream of a draining replica waits for another replica to continue it; then it stays."""
 _USAGE = re.compile(rb'"(?:completion|output)_tokens":(\d+)')
-"""The last one is of the answer: what stands before may be repeated from the request."""
+"""The last match is the answer's usage; earlier ones may be text that repeats the request."""
 _HIDDEN = frozenset({RESUME})
 
 
@@ -35,20 +35,20 @@ class Replicas(Protocol):
     """Choose among the replicas, with what the edge knows of them; implemented by `Edge`."""
 
     def choose(self, demand: Demand, tried: Collection[str]) -> AbstractAsyncContextManager[ReplicaAddress]:
-        """Enter as `Chooser.choose` does; those that failed a moment ago come last."""
+        """Enter as `Chooser.choose` does, but choose replicas that failed recently last."""
 
     def suspect(self, replica: ReplicaAddress) -> None:
         """Note that a replica did not answer."""
 
     def suspects(self) -> Collection[str]:
-        """Return the ids of the replicas that did not answer a moment ago."""
+        """Return the ids of the replicas that recently did not answer."""
 
     @property
     def is_stopping(self) -> bool:
-        """Return whether what runs is cancelled because the edge stops."""
+        """Return whether running requests are cancelled because the edge stops."""
 
     def unlike(self, replica: ReplicaAddress) -> frozenset[str]:
-        """Return the ids of the replicas that need not go on in the same words."""
+        """Return the ids of the replicas that might not continue this replica's answer with the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class ForwardedRequest:
 
     Args:
         peers: name the replicas that pages may be taken from, and what the request asks of them.
-        request: what replicas are sent; its body is bytes.
-        secret: makes replicas say how to resume; None: streams are not resumed, and no pages taken.
+        request: sent to replicas; its body is bytes.
+        secret: makes replicas report how to resume; None: streams are not resumed, and no pages are taken.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class ForwardedRequest:
         self._num_failed = 0
         self._has_begun = False
         self._copy: EventStreamCopy | None = None
-        # Answers of full replicas, the one that says the shortest wait first, and their ids.
+        # Answers of full replicas, the shortest `Retry-After` first, and the ids of these replicas.
         self._full: list[_Whole] = []
         self._were_full: set[str] = set()
-        # Answer of a replica that stops.
+        # Answer of a replica that is stopping.
         self._stopping: _Whole | None = None
         self._why: LorasrvError | None = None
 
@@ -107,7 +107,7 @@ class ForwardedRequest:
 
         Raises:
             NoReplicaReady, ReplicaLost: nothing was sent.
-            Broken: what was sent cannot be ended but by cutting the connection.
+            Broken: the answer was partly sent, and only cutting the connection can end it.
         """
         try:
             await self._ask_until_answered()
@@ -132,13 +132,13 @@ class ForwardedRequest:
         await self._give_up()
 
     async def _answer_from(self, replica: ReplicaAddress) -> bool:
-        """Ask a replica and pass its answer on; return whether the client has it, or another may be asked."""
+        """Ask a replica and pass its answer on; return whether the client has it. If not, another may be asked."""
         with self._peers.named(replica, self._replicas.suspects()) as peer:
             reply = await self._ask(replica, peer)
         return reply is not None and await self._pass_on(replica, reply)
 
     async def _ask(self, replica: ReplicaAddress, peer: PeerHeaders) -> UpstreamReply | None:
-        """Send the request to a replica; return the head of its answer, None if it gives none."""
+        """Send the request to a replica; return the head of its answer, None if there is no answer."""
         self._stats.sent[replica.id] += 1
         try:
             return await self._upstreams.ask(replica.url, self._next_request(peer))
@@ -149,7 +149,7 @@ class ForwardedRequest:
         return None
 
     async def _pass_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
-        """Pass on what a replica answers, and close it; return whether the client has all of its answer."""
+        """Pass on a replica's answer and close it; return whether the client has the whole answer."""
         try:
             return await (self._go_on(replica, reply) if self._has_begun else self._begin(replica, reply))
         except Broken as error:
@@ -196,9 +196,9 @@ class ForwardedRequest:
         if reply.header(b"content-type").startswith(b"text/event-stream"):
             self._copy = EventStreamCopy(reply.header(RESUME) if self._secret is not None else b"")
             if not self._copy.may_resume:
-                # It will not be sent again; streams may last for hours.
+                # The request will not be sent again: free its body, since streams may last for hours.
                 self._request = replace(self._request, body=b"")
-            # Where another must go on, they may have room.
+            # Replicas that were full may have room by the time that one must continue this stream.
             self._tried -= self._were_full
             self._num_failed -= len(self._were_full)
             return await self._copy_events(replica, reply, piece)
@@ -209,10 +209,10 @@ class ForwardedRequest:
         return True
 
     def _is_for_another(self, whole: _Whole) -> bool:
-        """Return whether an answer says that the replica is full or stops, so that the next may take the request.
+        """Return whether an answer says that the replica is full or stops, so that another should be asked.
 
-        Where a replica is full, one more that does not stop is asked: its answer, or that of the full one with the
-        shorter wait, goes on.
+        After a full replica, one more that is not stopping is asked. If that one is full, too, the client gets the
+        answer with the shorter wait.
         """
         if whole.status == 429:
             self._full.append(whole)
@@ -253,14 +253,14 @@ class ForwardedRequest:
         return True
 
     async def _move(self, draining: ReplicaAddress, reply: UpstreamReply) -> bool | None:
-        """Have another replica go on, which takes the pages of this one while this one has them.
+        """Let another replica continue the stream, taking this replica's pages while they exist.
 
-        Returns: whether the client has its answer from there; None: no other replica goes on.
+        Returns: whether the client has the whole answer from there; None: no other replica continues it.
         """
         others = self._tried | self._replicas.unlike(draining)
         try:
             async with self._replicas.choose(self._peers.answer, others) as replica:
-                # This stream is not read meanwhile.
+                # The draining replica's stream is not read meanwhile.
                 async with asyncio.timeout(MOVE_S):
                     gone_on = await self._ask(replica, taken_from(draining))
                 if gone_on is None:
@@ -276,7 +276,7 @@ class ForwardedRequest:
             return None
 
     async def _go_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
-        """Take a resumed stream; a replica that cannot resume it is passed over."""
+        """Pass on a resumed stream; return False if the replica cannot resume it."""
         if not _is_stream(reply):
             return False
         assert self._copy is not None
@@ -286,7 +286,7 @@ class ForwardedRequest:
 
     def _prepare_resuming(self, replica: ReplicaAddress) -> None:
         if self._copy is None or not self._copy.may_resume:
-            # No other replica is asked.
+            # Ask no other replica.
             self._num_failed = MAX_RETRIES
         else:
             self._tried |= self._replicas.unlike(replica)
@@ -315,7 +315,7 @@ class ForwardedRequest:
         if not self._has_begun:
             raise self._why
         if self._copy is None:
-            # Nothing but the end of the connection says that the answer is a part.
+            # Only a cut connection can tell the client that the answer is incomplete.
             raise Broken(str(self._why))
         self._stats.lost += 1
         await self._end_with(self._why if isinstance(self._why, ReplicaLost) else ReplicaLost(str(self._why)))
@@ -335,11 +335,11 @@ def _error_events(path: str, why: LorasrvError, num_events: int) -> bytes:
     """Return the events of an error that ends a stream, in the form of its route.
 
     Args:
-        num_events: events that the client has; the next one's number, where events have numbers.
+        num_events: events that the client has. Where events are numbered, it is the number of the next one.
     """
     body = describe_at(path, why).body
     if path == RESPONSES_PATH:
-        # "error" is what openai-python raises by, "type" what others read.
+        # openai-python raises if there is an "error"; other clients read "type".
         return named_event("error", {**body["error"], **body, "type": "error", "sequence_number": num_events})
     return event(body) if path in TGI_PATHS else event(body) + DONE
 

@@ -1,6 +1,6 @@
-"""Say where a request goes, and which of its headers go with it.
+"""Decide where a request goes, and which of its headers are forwarded.
 
-The edge frames each message anew, so that no header of a client can say where a request ends (RFC 9112 section 11.2).
+The edge frames each message anew, so no header of a client can decide where a request ends (RFC 9112 section 11.2).
 """
 
 import re
@@ -16,9 +16,9 @@ from api.schemas.adapters import MAX_TIMEOUT_S
 RawHeaders = list[tuple[bytes, bytes]]
 OURS = b"x-lorasrv-"
 MIN_REVISION = b"x-lorasrv-min-revision"
-"""The one header of ours that a client may send."""
+"""The only header of ours that a client may send."""
 READ_S, WRITE_S = 30.0, 300.0
-"""Longest time in which an answer begins that is read from a disk at most, or that changes it."""
+"""Longest time until an answer begins: of a request that reads from a disk at most, and of one that writes to it."""
 _HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
@@ -26,9 +26,9 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _FRAMING = frozenset({b"content-length", b"expect"})
-"""Answered or written anew for the replica."""
+"""Headers that the edge answers itself, or writes anew for the replica."""
 _ANEW = frozenset({b"date"})
-"""Written by the edge's own server."""
+"""Headers that the edge's own server writes."""
 _OF_REPLICAS = frozenset(
     {
         *(("POST", path) for path in GENERATING),
@@ -43,15 +43,15 @@ _OF_ONE_REPLICA = re.compile(r"/v1/adapters/[^/]+:warm")
 
 
 class Destination(Enum):
-    """Name who answers a request."""
+    """Name the kind of server that answers a request."""
 
     REPLICA = auto()
     REGISTRY = auto()
 
 
 def destination(method: str, path: str) -> Destination:
-    """Return who answers: replicas what takes an engine, the registry all else: it alone writes, and lists what is
-    written.
+    """Return who answers: a replica if the request needs an engine, else the registry, which alone writes the store
+    and lists its contents.
     """
     asked = "GET" if method == "HEAD" else method
     is_warm = asked == "POST" and _OF_ONE_REPLICA.fullmatch(path) is not None
@@ -59,7 +59,7 @@ def destination(method: str, path: str) -> Destination:
 
 
 def silent_s(method: str, path: str, query: bytes) -> float:
-    """Return how long the answer to a request may take to begin: what it waits for by itself comes on top."""
+    """Return the seconds within which an answer must begin, including any wait that the request itself asks for."""
     most_s = READ_S if method in ("GET", "HEAD") else WRITE_S
     if _TIMEOUT_IN_BODY.fullmatch(path):
         return most_s + MAX_TIMEOUT_S
@@ -68,7 +68,7 @@ def silent_s(method: str, path: str, query: bytes) -> float:
 
 
 def check_framing(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse a request whose length can be read in two ways.
+    """Refuse a request whose length is ambiguous.
 
     Raises:
         ApiError: 400.
@@ -84,10 +84,10 @@ def check_framing(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> RawHeaders:
-    """Return the headers of a client that a replica sees, without those that say how long the body is."""
+    """Return the client's headers that a replica sees, without those that give the body's length."""
     given = list(headers)
     dropped = (_HOP_BY_HOP | _FRAMING | _named_by_connection(given) | {b"x-request-id"}) - {b"host"}
-    # HTTP/1.1, which replicas are asked in, has a Host even where HTTP/1.0 had none.
+    # Replicas are asked in HTTP/1.1, which requires a Host; a client's HTTP/1.0 request may have none.
     host = [] if any(name == b"host" for name, _ in given) else [(b"host", b"")]
     kept = [
         (name, value)
@@ -98,7 +98,7 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> RawHea
 
 
 def returned(headers: Iterable[tuple[bytes, bytes]], hidden: frozenset[bytes] = frozenset()) -> RawHeaders:
-    """Return the headers of an answer that its client sees."""
+    """Return the headers of an answer that the client sees."""
     given = list(headers)
     dropped = _HOP_BY_HOP | _ANEW | _named_by_connection(given) | hidden
     return [(name, value) for name, value in given if name not in dropped]

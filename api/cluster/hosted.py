@@ -1,4 +1,4 @@
-"""Run a whole server inside an actor of Ray: in a thread, on a port of its own. No request goes through Ray."""
+"""Run a whole server inside a Ray actor: in a thread, on its own port. No request goes through Ray."""
 
 import asyncio
 import logging
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 LEFT_S = 5.0
-"""Time that a server has to end after its `--drain-s`."""
+"""Time that a server has to end after `--drain-s`."""
 
 
 class HostedServer:
-    """Serve from the constructor on, which returns when the server is ready.
+    """Start a server in the constructor, which returns when the server is ready.
 
     Args:
-        name: stands in each line of its log.
+        name: written into each line of its log.
         host: address of this machine, as others reach it.
         log: file that log lines go to; None: stderr of this process.
         computes: whether it has an engine.
@@ -74,7 +74,7 @@ class HostedServer:
 
     @property
     def running(self) -> Running:
-        """Return the server that serves."""
+        """Return the running server."""
         assert self._running is not None
         return self._running
 
@@ -82,7 +82,7 @@ class HostedServer:
         """Do nothing while the server is healthy.
 
         Raises:
-            RuntimeError: says why it is not; Serve then starts another.
+            RuntimeError: it is not healthy, for the given reason; Serve then starts another.
         """
         if self._ended:
             raise RuntimeError("the server ended")
@@ -95,7 +95,7 @@ class HostedServer:
         return not self._ended and self.running.services.ready_problem is None
 
     def ready(self) -> Ready:
-        """Return the description that the server gave when it had started."""
+        """Return the description that the server gave when it started."""
         return self.running.ready
 
     def close(self) -> None:
@@ -106,9 +106,10 @@ class HostedServer:
 
 
 def _start_children_from_any_loop() -> None:
-    """Take asyncio's own policy: Ray sets uvloop's, by which loops that are not uvloop's start no processes.
+    """Restore asyncio's own event loop policy: under uvloop's, which Ray sets, asyncio's loops cannot start processes.
 
-    The server's loop is asyncio's, and the grammar compiler is such a process. From Python 3.14 on no policy matters.
+    The server's loop is asyncio's, and it starts the grammar compiler as a process. From Python 3.14 on, policies have
+    no effect here.
     """
     if sys.version_info < (3, 14):
         asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
@@ -116,7 +117,7 @@ def _start_children_from_any_loop() -> None:
 
 @contextmanager
 def logged(settings: "ServerSettings", name: str, path: str | None) -> Iterator[None]:
-    """Write the log to a file, each line with this name; to stderr where that cannot be opened."""
+    """Write the log to a file, each line with this name; to stderr if the file cannot be opened."""
     from api.observability.logs import written
 
     def record(*parts: Any, **named: Any) -> logging.LogRecord:
@@ -124,7 +125,7 @@ def logged(settings: "ServerSettings", name: str, path: str | None) -> Iterator[
         made.replica = name
         return made
 
-    # Ray's own would add the time a second time.
+    # Ray's own record factory would add the time a second time.
     logging.setLogRecordFactory(record)
     with ExitStack() as opened:
         stream: TextIO = sys.stderr

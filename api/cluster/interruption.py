@@ -1,7 +1,7 @@
-"""End a start at SIGINT or SIGTERM by an exception, as what has been started has to be ended and removed.
+"""End a start at SIGINT or SIGTERM by an exception, so that everything already started is ended and removed.
 
-An exception that a handler raises surfaces wherever the main thread is: an extension module makes another error of it,
-and a destructor drops it. So the signal is remembered, too.
+A handler's exception surfaces wherever the main thread is: an extension module may turn it into another error, and a
+destructor drops it. The signal is therefore remembered, too.
 """
 
 import atexit
@@ -43,12 +43,12 @@ class Interruption:
             signal.signal(number, self.handle)
 
     def only_remember(self) -> None:
-        """Raise nothing from now on."""
+        """Remember signals without raising from now on."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: self.remember(number))
 
     def check(self) -> None:
-        """Raise again what was dropped.
+        """Raise if a signal was remembered, since its first exception may have been dropped.
 
         Raises:
             KeyboardInterrupt.
@@ -57,7 +57,7 @@ class Interruption:
             raise KeyboardInterrupt
 
     def checking(self, function: Called) -> Called:
-        """Return a function that checks first."""
+        """Return a function that calls `check`, then `function`."""
 
         def checked(*arguments: Any) -> Any:
             self.check()
@@ -67,7 +67,7 @@ class Interruption:
 
     @contextmanager
     def instead_of_errors(self) -> Iterator[None]:
-        """End the block without an error if a signal has ended it, whatever became of its exception."""
+        """End the block without an error if a signal ended it, whatever error its exception was turned into."""
         report = sys.unraisablehook
 
         def report_others(dropped: Any) -> None:
@@ -78,7 +78,7 @@ class Interruption:
         try:
             yield
         except SystemExit:
-            # Ray's own handler of SIGTERM, which is there until `install` is called again.
+            # Raised by Ray's own SIGTERM handler, which is active until `install` is called again.
             self.remember(signal.SIGTERM)
         except BaseException:
             if self.number is None:

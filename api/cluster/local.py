@@ -1,8 +1,8 @@
-"""Run replicas on this machine with a Ray of their own, and the edge in front of them in this process.
+"""Run replicas on this machine under their own Ray, and the edge in front of them in this process.
 
-Ray is reduced to what starts, watches and ends processes: everything that it can keep to the loopback interface it is
-told to, the rest demands a certificate made for this start; no dashboard, no usage statistics, no proxy, nothing in
-the home directory. All its files are in a folder of their own, which is removed at the end, or by the next start.
+Ray only starts, watches and ends processes. Its ports are bound to the loopback interface where it allows that; the
+others require a certificate made for this start. It runs no dashboard, no proxy and no usage statistics, and writes
+nothing to the home directory. All its files are in one folder, which is removed at the end, or by the next start.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from lorasrv.worker.host_memory import free_bytes
 _LOG = logging.getLogger(__name__)
 APP, REGISTRY_APP = "lorasrv", "lorasrv-registry"
 STORE_BYTES = 80 << 20
-"""Ray's shared memory for objects, of which there are none but small messages."""
+"""Ray's shared memory for objects; here, these are only small messages."""
 MAX_HOME_CHARS = 35
-"""Longest path of a folder in which the kernel takes the paths of Ray's sockets, some 68 characters further down."""
+"""Longest path of the folder. Paths of Ray's sockets are some 68 characters longer, and the kernel limits them."""
 LOOKS_S = 0.2
 MAX_STARTS = 3
 STARTING = "starting replicas"
@@ -63,14 +63,14 @@ class ReplicasFailed(CannotStart):
 
 
 def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
-    """Serve `settings.replicas` replicas until SIGINT or SIGTERM, then drain; a second signal shortens that.
+    """Serve `settings.replicas` replicas until SIGINT or SIGTERM, then drain; a second signal shortens the drain.
 
     Raises:
-        ConfigError: Ray is not installed, an option does not go with replicas, or other machines would need no key.
+        ConfigError: Ray is not installed, an option cannot be used with replicas, or other machines would need no key.
         LorasrvError, AdapterError: model, options or store are not usable.
         ReplicasFailed: no replica starts.
         CannotListen: the address cannot be bound.
-        KeyboardInterrupt: SIGINT, before it is ready.
+        KeyboardInterrupt: SIGINT before the server is ready.
         OSError.
     """
     started = time.monotonic()
@@ -100,14 +100,14 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
             ready = replace(ready, url=url)
             edge = Edge(watch, registry, settings.read_cluster_secret())
             interruption.check()
-            # Until a signal, in the main thread.
+            # Runs in the main thread until a signal.
             edge_server(settings, edge, watch, tell, interruption).run(sockets=[listener])
     if interruption.number == signal.SIGINT and not is_ready:
         raise KeyboardInterrupt
 
 
 def check_options(settings: ServerSettings) -> None:
-    """Refuse what replicas cannot do.
+    """Refuse options that replicas do not support.
 
     Raises:
         ConfigError.
@@ -127,7 +127,7 @@ def free_port() -> int:
 
 
 def replica_settings(settings: ServerSettings) -> ServerSettings:
-    """Return the settings of one replica: of the memory that no option divides, its share."""
+    """Return the settings of one replica, with its share of each memory size that no option sets."""
     number = (settings.max_replicas or settings.replicas or 1) + (settings.prefill_replicas or 0)
     is_terminal = sys.stderr.isatty()
     changed: dict[str, Any] = {"log_format": "text" if is_terminal else "json"} if settings.log_format == "auto" else {}
@@ -147,13 +147,13 @@ def has_gpu(settings: ServerSettings) -> bool:
 
 @contextmanager
 def _home(store: Path) -> Iterator[Path]:
-    """Make an empty folder for the block, below the store's where Ray's sockets can be there.
+    """Make an empty folder for the block: in the store's folder if the paths of Ray's sockets are short enough there.
 
     Raises:
-        StoreLocked: another start has it.
+        StoreLocked: another process has locked the store's folder.
     """
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # The folder itself is locked: a file for it would have to stay.
+    # The folder itself is locked, because a lock file could not be removed afterwards.
     lock = os.open(store, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -175,25 +175,25 @@ def _home(store: Path) -> Iterator[Path]:
 
 
 def _remove(home: Path) -> None:
-    """Remove the folder of this start, or of one that was killed."""
+    """Remove the folder of this start, or of an earlier one that was killed."""
     shutil.rmtree(home.resolve(), ignore_errors=True)
     if home.is_symlink():
         home.unlink()
 
 
 def ray_variables(home: Path) -> dict[str, str]:
-    """Write the secrets of a local Ray, and return the environment that keeps it to itself."""
+    """Write the secrets of a local Ray, and return the environment variables that isolate it."""
     token = home / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Named for other systems, but says on all of them whether a node may have neighbours; 0: all on 127.0.0.1.
+        # Despite its name, it decides on every system whether there may be other nodes; 0: everything on 127.0.0.1.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        # Free ports for what has fixed ones, of which a second cluster would find none.
+        # 0: any free port. The default ports are fixed, and a second cluster would find them taken.
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",
         **write_certificate(home),
@@ -202,7 +202,7 @@ def ray_variables(home: Path) -> dict[str, str]:
 
 @contextmanager
 def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator[None]:
-    """Run a Ray for the block."""
+    """Run Ray while the block runs."""
     progress("starting Ray", 0.0)
     os.environ.update(ray_variables(home))
     import ray
@@ -224,7 +224,7 @@ def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator
             progress("starting Ray", 1.0)
             yield
         finally:
-            # A further signal would leave Ray's processes and their folder behind.
+            # Another signal's exception would leave Ray's processes and their folder behind.
             interruption.only_remember()
             _LOG.info("stopping the replicas, which may take half a minute")
             with contextlib.suppress(Exception):
@@ -233,9 +233,9 @@ def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator
 
 
 def _start(home: Path) -> None:
-    """Start Ray's processes, which end with the thread that started them: this one.
+    """Start Ray's processes, which end when the calling thread ends.
 
-    On a busy machine some may not be up within Ray's own 30 s.
+    Retry, because on a busy machine some may not be up within Ray's own 30 s.
     """
     import ray
 
@@ -244,7 +244,7 @@ def _start(home: Path) -> None:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                # For what prestarts a process for each; replicas ask for none.
+                # Ray prestarts a process per CPU; replicas request none.
                 num_cpus=0,
                 object_store_memory=STORE_BYTES,
                 log_to_driver=False,
@@ -262,7 +262,7 @@ def _start(home: Path) -> None:
 
 @contextmanager
 def _ray_errors() -> Iterator[None]:
-    """Tell in one line why Ray does not start.
+    """Report in one line why Ray does not start.
 
     Raises:
         ReplicasFailed.
@@ -274,7 +274,7 @@ def _ray_errors() -> Iterator[None]:
 
 
 def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple[ReplicaWatch, str, Ready]:
-    """Start the replicas and wait for them; returns who chooses among them, their registry, and what they are.
+    """Start the replicas and wait for them; return their chooser, their registry's address and their description.
 
     Raises:
         ReplicasFailed.
@@ -299,7 +299,7 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
     )
     parts = {APP: application(replica_settings(settings), shape)}
     if shape.registry_app is not None:
-        # First, as its error is why replicas fail, too.
+        # The registry comes first: if it fails, replicas fail because of it.
         parts = {shape.registry_app: registry_application(replica_settings(settings), shape), **parts}
     targets = [serve.RunTarget(part, name, None) for name, part in parts.items()]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -325,13 +325,13 @@ def _replicas(settings: ServerSettings, home: Path, progress: Progress) -> tuple
 
 
 def _tell(out: TextIO, on_ready: Callable[[Ready], None], ready: Ready) -> None:
-    """Tell of readiness on the command's own stdout, from which Ray's lines are kept away."""
+    """Call `on_ready` with the command's own stdout, which Ray's lines do not reach."""
     with contextlib.redirect_stdout(out):
         on_ready(ready)
 
 
 def reason_of(message: str) -> str:
-    """Return the last line of a traceback in what Serve says of a replica, without the class's module."""
+    """Return the error text of the last traceback line in Serve's message about a replica, without the class name."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     found = [match for line in lines if (match := _ERROR_LINE.match(line))]
     return found[-1]["what"] if found else (lines or ["Ray does not say why"])[-1]
@@ -347,7 +347,7 @@ def edge_server(
     """Return the server of the edge, which keeps the list of replicas while it runs.
 
     Args:
-        on_ready: called once a replica is ready, as `/ready` says: one that follows a registry needs a lease.
+        on_ready: called once a replica is ready in the sense of `/ready`: a follower of a registry needs a lease.
     """
     limits, cuts = settings.connection_limits(), edge.stats.cuts
 
@@ -365,13 +365,13 @@ def edge_server(
 
 
 class _EdgeServer(DrainingServer):
-    """Drain at a signal once it serves; before, the signal ends the start."""
+    """Drain at a signal once it serves; before that, a signal ends the start."""
 
     def __init__(self, *arguments: Any, interruption: Interruption) -> None:
         super().__init__(*arguments)
         self._interruption = interruption
         self._starting: asyncio.Task[Any] | None = None
-        # Kept here, as a loop keeps no task.
+        # Referenced here, because an event loop holds only weak references to its tasks.
         self.waiting: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -382,13 +382,13 @@ class _EdgeServer(DrainingServer):
         if self.started or self._starting is None:
             super().handle_exit(sig, frame)
             return
-        # Not by an exception: uvicorn would serve without what an application begins with where it is raised there.
+        # Do not raise: if uvicorn were in the application's startup, it would serve without what startup prepares.
         self._interruption.remember(sig)
         asyncio.get_running_loop().call_soon_threadsafe(self._starting.cancel)
 
 
 class _Watching:
-    """Keep the list of replicas while an application lives."""
+    """Keep the list of replicas up to date while an application runs."""
 
     def __init__(self, app: ASGIApp, watch: ReplicaWatch) -> None:
         self._app, self._watch = app, watch
@@ -397,7 +397,7 @@ class _Watching:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        # An exception here would make uvicorn serve without what lives with the application; `keep` looks again.
+        # After an exception here, uvicorn would serve without the application's lifespan; `run` refreshes again.
         with contextlib.suppress(Exception):
             await self._watch.refresh()
         keeping = asyncio.create_task(self._watch.run())
@@ -408,7 +408,7 @@ class _Watching:
 
 
 class _RayLines(io.TextIOBase):
-    """Log what Ray prints, which would otherwise stand among the results."""
+    """Log what Ray prints, which would otherwise mix with the command's output."""
 
     def write(self, text: str) -> int:
         for line in filter(None, map(str.strip, text.splitlines())):

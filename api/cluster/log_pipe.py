@@ -1,6 +1,6 @@
-"""Bring the log lines of replicas to the stderr of the command that started them.
+"""Copy the log lines of replicas to the stderr of the command that started them.
 
-Each line is one write of less than the system keeps whole (4096 bytes), so that lines of several replicas do not mix.
+Each line is one write below the size that the system keeps atomic (4096 bytes), so replicas' lines do not mix.
 """
 
 import os
@@ -15,13 +15,13 @@ PIECE_BYTES = 64 << 10
 
 @contextmanager
 def log_pipe(path: Path) -> Iterator[None]:
-    """Make a named pipe for the block; what is written to it appears on stderr.
+    """Make a named pipe for the block, and copy what is written to it to stderr.
 
     Raises:
         OSError: the pipe cannot be made.
     """
     os.mkfifo(path, mode=0o600)
-    # With a writer of our own, reading never finds an end before the block's.
+    # With our own writer open, the reader sees no end of file before the end of the block.
     reader, writer = (
         os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC),
         os.open(path, os.O_WRONLY | os.O_CLOEXEC),

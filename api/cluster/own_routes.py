@@ -1,6 +1,7 @@
-"""Answer what is asked of the edge itself: health, its metrics, and which replicas there are.
+"""Answer requests to the edge itself: health, its metrics, and which replicas there are.
 
-The edge knows no keys. Who may read its figures is who may read a replica's: the client's own headers ask one.
+The edge knows no keys. A client may read the edge's figures if it may read a replica's: the edge asks a replica with
+the client's own headers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from api.observability.metrics.registry import as_text
 from api.observability.metrics.requests import connections_cut
 
 OF_REPLICA = frozenset({"/metrics", "/v1/pool", "/info"})
-"""Paths that answer for one replica where the query names it: `?replica=ID`."""
+"""Paths that a single replica answers if the query names it: `?replica=ID`."""
 Figures = Mapping[str, ReplicaFigures]
 
 
@@ -39,7 +40,7 @@ def named_replica(chooser: Chooser, path: str, query: bytes) -> ReplicaAddress |
 
 
 def without_replica(query: bytes) -> bytes:
-    """Return a query as the replica that it names gets it, which as one server knows no replicas."""
+    """Return a query without its `replica`, which a replica does not know."""
     return b"&".join(part for part in query.split(b"&") if not part.startswith(b"replica="))
 
 
@@ -123,6 +124,6 @@ def _metrics(chooser: Chooser, stats: EdgeStats) -> Iterator[Metric]:
 
 Answer = Callable[[Chooser, EdgeStats, Figures], Response]
 OPEN: Mapping[str, Answer] = {"/health": health, "/ping": health, "/ready": ready}
-"""Answered to anybody, as at a server."""
+"""Answered to anybody, as by a server."""
 GUARDED: Mapping[str, Answer] = {"/metrics": metrics, "/metrics/targets": targets, "/v1/replicas": replicas}
-"""Answered to who may read the same of a replica."""
+"""Answered to clients that may read a replica's `/v1/pool`."""

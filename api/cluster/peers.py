@@ -1,8 +1,8 @@
-"""Name the replica from which the one that answers takes pages of the prompt (docs/pages.md).
+"""Name the peer from which the answering replica takes pages of the prompt (docs/pages.md).
 
-For a long prompt that is one of the role `prefill`, where there are any; else the one that answered the last request
-that began alike, where the placement has chosen another this time. Nothing depends on it: pages that do not come are
-computed.
+For a long prompt, the peer is a replica of the role `prefill`, if there is one. Otherwise it is the replica that
+answered the last request with the same beginning, if the placement has chosen another one this time. Pages that do not
+arrive are computed.
 """
 
 from collections import OrderedDict
@@ -19,28 +19,28 @@ from lorasrv.placement.prefill import is_worth_asking
 from lorasrv.placement.rendezvous import hash_of
 
 MAX_BEGINNINGS = 1 << 16
-"""Beginnings of requests of which is known who has answered them; the ones that were asked last."""
+"""Most recent beginnings of requests for which the answering replica is remembered."""
 PeerHeaders = tuple[tuple[bytes, bytes], ...]
 
 
 def taken_from(replica: ReplicaAddress) -> PeerHeaders:
-    """Return the header that has the next replica take the pages that this one has."""
+    """Return the header that makes the next replica take pages from this one."""
     return ((PAGES.encode(), replica.url.encode()),)
 
 
 class Peers:
-    """Know which replicas pages may be taken from, for all requests of an edge."""
+    """Remember which replicas pages may be taken from, for all requests of an edge."""
 
     def __init__(self, chooser: Chooser, stats: EdgeStats) -> None:
         self.chooser, self.stats = chooser, stats
-        # Hash of how a request begins -> id of the replica that has answered it.
+        # Hash of a request's beginning -> id of the replica that answered it.
         self._answered: OrderedDict[int, str] = OrderedDict()
 
     def of(self, demand: Demand, client: str) -> "RequestPeers":
         """Return which replicas one request's pages may be taken from.
 
         Args:
-            client: what its client is known by: pages of one are no other's.
+            client: identifies the client; clients do not share pages.
         """
         token_s = self.stats.estimator.rates.prompt_token_s
         if not is_worth_asking(demand.prompt_tokens, token_s):
@@ -53,12 +53,12 @@ class Peers:
         return RequestPeers(self, answer, replace(demand, work_s=prompt_s), beginning)
 
     def answered_last(self, beginning: int) -> ReplicaAddress | None:
-        """Return the replica that has answered what begins so; None if it is not ready any more."""
+        """Return the replica that last answered a request with this beginning; None if it is not ready."""
         name = self._answered.get(beginning)
         return next((one for one in self.chooser.replicas() if one.id == name and one.is_ready), None)
 
     def on_answering(self, beginning: int, replica: ReplicaAddress) -> None:
-        """Note that a replica answers what begins so."""
+        """Note that a replica answers a request with this beginning."""
         self._answered[beginning] = replica.id
         self._answered.move_to_end(beginning)
         if len(self._answered) > MAX_BEGINNINGS:
@@ -70,19 +70,19 @@ class RequestPeers:
     """Name the peers of one request's replicas."""
 
     peers: Peers
-    # What the request demands of the replica that answers.
+    # Demand on the replica that answers.
     answer: Demand
-    # What it demands of one that computes its prompt; None: nothing.
+    # Demand on the replica that computes the prompt; None: no other replica computes it.
     prompt: Demand | None = None
-    # Hash of how it begins; None: it is too short to ask for pages.
+    # Hash of the request's beginning; None: the request is too short to ask for pages.
     beginning: int | None = None
 
     @contextmanager
     def named(self, answering: ReplicaAddress, failing: Collection[str]) -> Iterator[PeerHeaders]:
-        """Enter with the header that names the peer of a replica, and hold the peer's place meanwhile.
+        """Enter with the header that names the answering replica's peer, and hold a place at the peer meanwhile.
 
         Args:
-            failing: ids of replicas that did not answer a moment ago.
+            failing: ids of replicas that recently did not answer.
         """
         with self._prefill(answering, {*failing, answering.id}) as prefill:
             if prefill is not None:
@@ -97,7 +97,7 @@ class RequestPeers:
             yield taken_from(last)
 
     def on_answering(self, replica: ReplicaAddress) -> None:
-        """Note that a replica answers."""
+        """Note that a replica answers this request."""
         if self.beginning is not None:
             self.peers.on_answering(self.beginning, replica)
 

@@ -1,8 +1,8 @@
-"""Keep the list of replicas as Ray Serve has them, and choose among them by the placement.
+"""Keep Ray Serve's list of replicas, and choose among them by the placement.
 
-No request passes through Ray's router: its `choose_replica` costs a call to the replica for each, knows no second
-choice once an answer fails, and waits where no replica is ready. One call to all replicas now and then brings their
-addresses instead, at which each says what it has to do (`survey.py`).
+No request passes through Ray's router: its `choose_replica` costs a call to the replica for each request, offers no
+second choice after a failure, and waits if no replica is ready. Instead, a periodic broadcast returns the replicas'
+addresses; each replica is then asked for its load at its own address (`survey.py`).
 """
 
 import asyncio
@@ -14,40 +14,40 @@ from lorasrv.placement.placement import Placement
 
 _LOG = logging.getLogger(__name__)
 PERIOD_S = 0.5
-"""Time between two looks: how late a new replica is noticed. One that is gone is noticed by the next request for it."""
+"""Time between two broadcasts: how late a new replica is noticed. A lost one is noticed by the next request to it."""
 
 
 class ReplicaWatch(StaticChooser):
     """Choose among the replicas that `look` returns.
 
     Args:
-        look: returns all replicas that run, and an error for each that does not answer.
-        placement: of which only this chooser sets the replicas.
+        look: returns all running replicas, and an error for each that does not answer.
+        placement: used by this chooser only, which sets its replicas.
     """
 
     def __init__(
         self, look: Callable[[], Awaitable[Sequence[ReplicaAddress | BaseException]]], placement: Placement
     ) -> None:
         self._look = look
-        # Set since a replica was ready for the first time.
+        # Set once a replica has been ready for the first time.
         self.was_ready = asyncio.Event()
         super().__init__((), placement)
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Refresh the list periodically, until cancelled."""
         while True:
             try:
                 await self.refresh()
             except Exception as error:
-                # A replica died meanwhile, or all of Ray's own did: what is known goes on serving.
+                # A replica died meanwhile, or all of Ray's processes did: keep serving with the known replicas.
                 _LOG.debug("replicas do not answer: %s", error)
             await asyncio.sleep(PERIOD_S)
 
     async def refresh(self) -> None:
-        """Look once. While some do not answer, none is removed: which of them they are is not known.
+        """Refresh the list. While some replicas do not answer, none is removed: errors do not say whose they are.
 
         Raises:
-            Exception: whatever the look raises; nothing has changed.
+            Exception: whatever `look` raises; nothing has changed.
         """
         said = await self._look()
         addresses = {one.id: one for one in said if isinstance(one, ReplicaAddress)}

@@ -1,4 +1,4 @@
-"""Be one replica: a whole server that follows the registry, with a folder, threads and files of its own."""
+"""Run one replica: a whole server that follows the registry, with its own folder, threads and files."""
 
 import os
 from contextlib import ExitStack
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 Sealed = tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]
-"""Settings as Ray compares them: values by name, and the names that were given, both in one order. A set's
-order would differ from process to process, and every deployment look like another version."""
+"""Settings in the form that Ray compares: values by name and the names that were given, both in a fixed order. The
+order of a set differs between processes, which would make every deployment look like a new version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """Say what each replica serves, and where."""
+    """Hold what each replica serves, and where."""
 
     # `sealed` settings, with the cluster's secret.
     settings: "Sealed"
-    # Folder below which each replica has one of its own, for what it fetches from the registry.
+    # Parent of the replicas' folders, which hold what they fetch from the registry.
     folder: Path
     # CPU threads; None: as OpenMP chooses.
     threads: int | None = None
@@ -38,7 +38,7 @@ class ReplicaServer(HostedServer):
 
     Args:
         registry: address of the server that it follows.
-        replica_id: names it among all that ever were.
+        replica_id: unique among all replicas, past ones included.
         host: address of this machine, as edges reach it.
 
     Raises:
@@ -47,7 +47,7 @@ class ReplicaServer(HostedServer):
 
     def __init__(self, plan: ReplicaPlan, registry: str, replica_id: str, host: str) -> None:
         if plan.threads is not None:
-            # Ray sets it to the CPUs that it was promised. Read when torch is imported.
+            # Ray sets it to the CPUs that it reserved for the replica. Read when torch is imported.
             os.environ["OMP_NUM_THREADS"] = str(plan.threads)
         self._opened = ExitStack()
         folder = self._opened.enter_context(free_folder(plan.folder))
@@ -56,7 +56,7 @@ class ReplicaServer(HostedServer):
         )
 
     def address(self) -> ReplicaAddress:
-        """Describe the replica now."""
+        """Return the replica's address and current state."""
         return ReplicaAddress(
             self.name,
             self.ready().url,
@@ -78,7 +78,7 @@ def sealed(settings: "ServerSettings") -> Sealed:
 
 
 def opened(settings: Sealed) -> "ServerSettings":
-    """Return sealed settings as they were; they have been checked."""
+    """Return the settings that were sealed, without validating them again."""
     from api.config.settings import ServerSettings
 
     values, given = settings
@@ -86,7 +86,7 @@ def opened(settings: Sealed) -> "ServerSettings":
 
 
 def own_settings(settings: "ServerSettings", registry: str, folder: Path, replica_id: str) -> "ServerSettings":
-    """Return the settings of one replica: its own folder and files, and nothing to register."""
+    """Return the settings of one replica: with its own folder and files, and no adapters to register."""
     changed: dict[str, Any] = {"store": folder, "lora_modules": (), "replicas": None, "registry": registry}
     if (trace := settings.record_trace) is not None:
         changed["record_trace"] = trace.with_name(f"{trace.stem}-{replica_id}{trace.suffix}")

@@ -1,11 +1,11 @@
-"""Copy a stream of events in whole events, and remember the tokens in it, so that another replica can go on.
+"""Copy an event stream in whole events, and remember its tokens, so that another replica can continue it.
 
-A replica that is asked with the cluster's secret writes a comment behind the events of each output, `: tokens 17 4`,
-and what else the other must know into a header of its answer (`api/serving/resumption.py`). Only what such a comment
-follows is passed on, without the comment: so what the client has is always what these tokens say. While it drains, a
-comment `: draining` follows; where its engine ends, `: stopping` comes before the event that says so. There are no
-other comments, so what is passed on is events alone: the next replica, or the edge where there is none, numbers its own
-behind them.
+A replica that is asked with the cluster's secret writes a comment after the events of each output, `: tokens 17 4`.
+A header of its answer holds what else the next replica must know (`api/serving/resumption.py`). Events are passed on
+only once such a comment follows them, and without the comment: the client's text therefore always matches the
+remembered tokens. A draining replica adds the comment `: draining`; if its engine ends, it writes `: stopping` before
+the event that reports the error. There are no other comments. Only events are passed on, so the next replica, or the
+edge if there is none, can continue their numbering.
 """
 
 import json
@@ -15,15 +15,16 @@ from array import array
 from api.cluster.upstream import Broken
 
 RESUME = b"x-lorasrv-resume"
-"""To a replica: how many bytes before the body say where to go on; 0 begins. From it: what to tell the next."""
+"""Sent to a replica: the number of bytes before the body that hold the state to resume from; 0: a new answer.
+Sent by a replica: what to tell the next replica."""
 CLUSTER = b"x-lorasrv-cluster"
-"""The cluster's secret, without which a replica refuses the other headers of an edge."""
+"""The cluster's secret; without it, a replica refuses an edge's other headers."""
 _END = b"\n\n"
 _MARK = re.compile(rb": (?:tokens ([0-9 ]+)|(draining|stopping))\n\n")
 
 
 class EventStreamCopy:
-    """Follow one client's stream over the replicas that write it.
+    """Follow one client's stream across the replicas that write it.
 
     Args:
         offer: value of the first replica's header, empty if the answer cannot be resumed.
@@ -38,26 +39,26 @@ class EventStreamCopy:
 
     @property
     def may_resume(self) -> bool:
-        """Return whether another replica can go on."""
+        """Return whether another replica can continue the stream."""
         return bool(self._offer)
 
     @property
     def should_move(self) -> bool:
-        """Return whether its replica drains and another could go on."""
+        """Return whether its replica drains and another could continue the stream."""
         return self.is_draining and self.may_resume
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens were passed on, as far as they are known."""
+        """Return the number of tokens passed on, as far as comments told them."""
         return len(self._tokens)
 
     @property
     def num_events(self) -> int:
-        """Return how many events were passed on."""
+        """Return the number of events passed on."""
         return self._num_events
 
     def push(self, piece: bytes) -> bytes:
-        """Take what has arrived, and return what may go on to the client."""
+        """Take a piece that has arrived, and return what may be sent to the client."""
         held = self._held + piece if self._held else piece
         ready = self._marked(held) if self._offer else self._whole(held)
         self._num_events += ready.count(_END)
@@ -67,7 +68,7 @@ class EventStreamCopy:
         """Return the rest of a stream that has ended.
 
         Raises:
-            Broken: it is no end: an event is cut, or the replica stops and another can go on.
+            Broken: the stream is incomplete: an event is cut, or the replica stops and another can continue.
         """
         rest, self._held = self._held, b""
         if rest and not rest.endswith(_END):
@@ -77,12 +78,12 @@ class EventStreamCopy:
         return rest
 
     def begin_anew(self) -> None:
-        """Follow another replica from here on: forget what no comment followed."""
+        """Follow another replica from here on, and drop events that no comment followed."""
         self._held = b""
         self.is_draining = self._has_stopped = False
 
     def state(self) -> bytes:
-        """Return what the next replica must know."""
+        """Return the state that the next replica resumes from, as JSON."""
         progress = {"token_ids": self._tokens.tolist(), "num_events": self._num_events}
         return json.dumps({**json.loads(self._offer), **progress}).encode()
 

@@ -1,4 +1,4 @@
-"""Say what processes of a Ray cluster get, beside the options of `serve`. Imports no ray."""
+"""Define the options of a Ray cluster that `serve` does not have. Imports no ray."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from lorasrv.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Say what processes of a Ray cluster get, beside the options of `serve`."""
+    """Hold the options of a Ray cluster that `serve` does not have."""
 
     # Edges that Ray's proxy may choose from; 0: none.
     edges: int = 1
-    # CPUs and GPUs that Ray sets aside for each replica.
+    # CPUs and GPUs that Ray reserves for each replica.
     cpus: float = 1.0
     gpus: float = 0.0
-    # Folder of each machine for what its replicas fetch.
+    # Folder on each machine for what its replicas fetch.
     cache: Path = Path("/tmp/lorasrv-replicas")
-    # Port of the registry that runs in the cluster, which keeps it when it is started again.
+    # Port of the registry that runs in the cluster; it is the same after a restart.
     registry_port: int = 8700
-    # Ray Serve's application that has the registry (`build_registry`); None: it is started beside the replicas.
+    # Ray Serve's application that has the registry (`build_registry`); None: it is started with the replicas.
     registry_app: str | None = None
     # CPU threads of a replica; None: as OpenMP chooses.
     threads: int | None = None
@@ -32,10 +32,10 @@ class ClusterShape:
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> "ClusterShape":
-        """Read it from texts by name.
+        """Read the options from strings by name.
 
         Raises:
-            ConfigError: one is no number.
+            ConfigError: a value is not a number.
         """
         found: dict[str, Any] = {}
         for name, kind in ARGUMENTS.items():
@@ -61,7 +61,7 @@ def parse(args: Mapping[str, Any]) -> tuple[ServerSettings, ClusterShape]:
     """Read options by name, as `serve run` passes them.
 
     Raises:
-        ConfigError: one is unknown or wrong, or there is no secret.
+        ConfigError: an option is unknown or wrong, or there is no secret.
     """
     settings = Sources.of_flags({name: value for name, value in args.items() if name not in ARGUMENTS}).settings()
     if settings.read_cluster_secret() is None:

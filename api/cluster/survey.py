@@ -1,6 +1,6 @@
-"""Ask each replica now and then what it is, what it has to do and how fast it is; no request waits for it.
+"""Ask each replica periodically for its model, load and speed. No request waits for the answers.
 
-Each is asked by itself, at its own address: what one does not say keeps nothing back that others say.
+Each replica is asked separately, at its own address, so that one that does not answer delays no other's figures.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Survey:
     """Keep the newest figures of the replicas.
 
     Args:
-        secret: the cluster's, without which replicas say nothing.
+        secret: the cluster's; replicas refuse to answer without it.
     """
 
     def __init__(self, chooser: Chooser, upstreams: Upstreams, stats: EdgeStats, secret: str) -> None:
@@ -40,11 +40,11 @@ class Survey:
 
     @property
     def base_names(self) -> Collection[str]:
-        """Return what the base is called."""
+        """Return the base model's names."""
         return {one.model for one in self.figures.values()}
 
     async def run(self) -> None:
-        """Ask again and again, until cancelled."""
+        """Ask periodically, until cancelled."""
         async with asyncio.TaskGroup() as asking:
             while True:
                 replicas = {one.id: one for one in self._chooser.replicas()}
@@ -57,7 +57,7 @@ class Survey:
                 self._weigh()
 
     async def _hear(self, replica: ReplicaAddress) -> None:
-        """Ask a replica and keep what it says; without an answer, forget what it said before."""
+        """Ask a replica and keep its figures; if it gives none, forget its previous ones."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, body = await self._upstreams.fetch(replica.url, self._question(replica))
@@ -88,7 +88,7 @@ class Survey:
         self._chooser.weigh(speed_weights(rates))
 
     def _question(self, replica: ReplicaAddress) -> UpstreamRequest:
-        # A replica without keys answers to its own address alone.
+        # A replica without API keys accepts only its own address as Host.
         host = urlsplit(replica.url).netloc.encode()
         return UpstreamRequest("GET", REPLICA.encode(), [(b"host", host), (b"authorization", self._secret)])
 
@@ -105,7 +105,7 @@ def _figures(said: Mapping[str, Any]) -> ReplicaFigures:
 
 
 def _finite(said: Any) -> float:
-    """Raises: TypeError, ValueError: it is no finite number."""
+    """Convert to float. Raises: TypeError, ValueError: not a finite number."""
     if not math.isfinite(number := float(said)):
         raise ValueError(f"{said} is not finite")
     return number

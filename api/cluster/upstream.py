@@ -1,8 +1,8 @@
 """Ask replicas over HTTP/1.1, on connections that are kept for the next request.
 
-h11 speaks the protocol, as in `api.asgi.protocol`; a client library around it (httpx2) costs a streamed token several
-times the processor time (docs/benchmarks/cluster.md#what-the-edge-costs). A reader who is slow stops the reading: what
-a connection holds is bounded.
+h11 implements the protocol, as in `api.asgi.protocol`; with a client library around it (httpx2), a streamed token costs
+several times the processor time (docs/benchmarks/cluster.md#what-the-edge-costs). A slow client pauses the reading from
+the replica, so the bytes that a connection holds are bounded.
 """
 
 import asyncio
@@ -17,31 +17,31 @@ import h11
 
 CONNECT_S = 1.0
 IDLE_S = 15.0
-"""Less than servers keep an idle connection: half of `ConnectionLimits.keep_alive_s`."""
+"""Less than the time for which servers keep an idle connection: half of `ConnectionLimits.keep_alive_s`."""
 MAX_IDLE = 64
-"""Connections that are kept for each replica."""
+"""Most idle connections kept per replica."""
 MAX_HEAD_BYTES = 64 << 10
 READ_BYTES = 64 << 10
-"""Kernel's buffer of a connection, and so what is in memory for a client that does not read."""
+"""The kernel's buffer of a connection, which bounds the memory used for a client that does not read."""
 Headers = Sequence[tuple[bytes, bytes]]
 _T = TypeVar("_T")
 
 
 class Unreachable(Exception):
-    """Report that no connection could be made: the replica has seen nothing of the request."""
+    """Report that no connection could be made: the replica has received nothing of the request."""
 
 
 class Broken(Exception):
-    """Report that a connection ended, or made no sense, before its answer was whole."""
+    """Report that a connection ended, or broke the protocol, before its answer was complete."""
 
 
 class Silent(Exception):
-    """Report that a replica took a request, or a part of it, and does not go on: it may do what was asked."""
+    """Report that a replica received at least a part of a request but does not answer; it may still execute it."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest:
-    """Hold what is sent to a replica."""
+    """Hold a request to a replica."""
 
     method: str
     # Path and query, as the client wrote them.
@@ -49,7 +49,7 @@ class UpstreamRequest:
     headers: Headers
     # Bytes can be sent again, a stream cannot.
     body: bytes | AsyncIterable[bytes] = b""
-    # Longest time in which the replica may read nothing of the body, and then send nothing; None: any.
+    # Longest time for which the replica may read nothing of the body, or then send nothing; None: no limit.
     silent_s: float | None = None
 
 
@@ -67,7 +67,7 @@ class UpstreamReply:
         return next((value for key, value in self.headers if key == name), b"")
 
     async def read(self) -> bytes:
-        """Return what has arrived of the body, nothing at its end.
+        """Return the next bytes of the body, empty at its end.
 
         Raises:
             Broken: the connection ended before the body did.
@@ -86,8 +86,10 @@ class UpstreamReply:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Keep the connection if the answer was read to its end; else cut it, which tells the replica to abort. Once:
-        one that is kept may be another answer's afterwards."""
+        """Keep the connection if the answer was read to its end; else cut it, which tells the replica to abort.
+
+        Only the first call has an effect, because another answer may use the kept connection afterwards.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._connection.release()
@@ -102,7 +104,7 @@ class Upstreams:
     async def ask(self, url: str, request: UpstreamRequest) -> UpstreamReply:
         """Send a request and wait for the head of its answer.
 
-        A connection that was kept may end just when it is used: bytes are then sent once more, on a new one.
+        A kept connection may end just as it is used; a body of bytes is then sent again on another connection.
 
         Raises:
             Unreachable, Broken, Silent.
@@ -131,7 +133,7 @@ class Upstreams:
             kept.cut()
 
     def keep(self, connection: "_Connection") -> None:
-        """Keep a connection whose answer was read."""
+        """Keep a connection whose answer was read to its end."""
         idle = self._idle.setdefault(connection.url, [])
         idle.append(connection)
         if len(idle) > MAX_IDLE:
@@ -173,7 +175,7 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self._http = h11.Connection(h11.CLIENT, MAX_HEAD_BYTES)
         self._is_lost = self._is_paused = False
-        # Of the request that is being answered.
+        # State of the current request.
         self._is_head = self._is_over = False
         self._silent_s: float | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -238,13 +240,13 @@ class _Connection(asyncio.Protocol):
         event: h11.Event | None = None if self._is_over else await self._event()
         pieces: list[bytes] = []
         size = 0
-        # All that is there: for a client that falls behind, several tokens become one write.
+        # Read all that has arrived: for a slow client, several tokens become one write.
         while isinstance(event, h11.Data):
             pieces.append(bytes(event.data))
             size += len(pieces[-1])
             if size >= READ_BYTES:
                 break
-            # If it has broken, the next read says so.
+            # If the connection broke, the next read raises.
             with contextlib.suppress(Broken):
                 event = self._next_event()
                 continue
@@ -273,7 +275,7 @@ class _Connection(asyncio.Protocol):
         return await self._in_time(self._head())
 
     async def _upload(self, body: AsyncIterable[bytes]) -> h11.Response:
-        """Send a body until it ends, or an answer comes: then the rest is not wanted."""
+        """Send a body until it ends or an answer arrives; the rest is then not needed."""
         sending, answering = asyncio.ensure_future(self._send(body)), asyncio.ensure_future(self._head())
         try:
             await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
@@ -293,7 +295,7 @@ class _Connection(asyncio.Protocol):
         self._write(h11.EndOfMessage())
 
     async def _in_time(self, step: Awaitable[_T]) -> _T:
-        """Wait for a step of the replica.
+        """Wait for the replica to read or answer.
 
         Raises:
             Silent: it takes too long.
@@ -329,7 +331,7 @@ class _Connection(asyncio.Protocol):
         return event
 
     def _next_event(self) -> h11.Event | None:
-        """Return what has arrived; None if more must come first."""
+        """Return the next event; None if more bytes must arrive first."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError as error:
@@ -342,7 +344,7 @@ class _Connection(asyncio.Protocol):
         return cast(h11.Event, event)
 
     def _check_framed(self, reply: h11.Response) -> None:
-        """Refuse an answer that ends where its connection does: a part of it would look whole."""
+        """Refuse an answer that only the end of the connection delimits: a truncated one would look complete."""
         names = {name for name, _ in reply.headers}
         has_body = not self._is_head and reply.status_code not in (204, 304)
         if has_body and names.isdisjoint({b"content-length", b"transfer-encoding"}):
@@ -364,7 +366,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _watch_peer(connection: socket.socket | None) -> None:
-    """Bound what the kernel holds, and notice within seconds that a machine is gone: it closes no connection."""
+    """Bound the kernel's buffer, and detect within seconds a machine that is gone and closes no connection."""
     if connection is None:
         return
     options = [
