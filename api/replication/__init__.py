@@ -1,2 +1,2 @@
-"""One registry that owns the store, and replicas that follow it: feed, leases, shares of limits, usage;
-and the pages that replicas read from each other."""
+"""Replication: a registry that owns the store and the servers that follow it (feed, leases, loans and shares of limits,
+usage), and prefix pages that replicas read from each other."""

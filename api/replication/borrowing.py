@@ -1,4 +1,4 @@
-"""Use what a registry has lent of the limits of its keys; the follower's side of `loans.py`."""
+"""Use the permits that a registry has lent of its keys' limits; the follower's side of `loans.py`."""
 
 import itertools
 import math
@@ -12,14 +12,14 @@ from api.replication.headers import RENEW_S
 from api.replication.loans import MAX_LOANS, Loan, LoanAnswer, LoanAnswers, LoanReport
 
 WINDOW_S = 1.0
-"""What was used in this window and the one before is what is wanted for the next."""
+"""Window of usage: a follower asks for as many permits as it used in this window and the previous one."""
 SOON_S = 1.0
-"""Time after which a client may come again if what it wants is there, but not here yet."""
+"""Least time after which a client may retry if its permits exist but are not lent to this server yet."""
 
 
 @dataclass(slots=True)
 class _OpenLoans:
-    """Hold the loans that the registry has to hear of."""
+    """Hold the loans that are reported to the registry."""
 
     clock: Callable[[], float]
     open: "dict[tuple[str, Kind], Borrowed]" = field(default_factory=dict)
@@ -27,10 +27,10 @@ class _OpenLoans:
 
 
 class Borrowed:
-    """Hold a loan of permits: to an account, a bucket that only the registry fills.
+    """Hold a loan of permits. An account uses it as a token bucket that only the registry fills.
 
     Args:
-        begun: the answers that run now, for a loan of answers.
+        begun: start times of the running answers, for a loan of answers; else empty.
     """
 
     def __init__(self, open_loans: _OpenLoans, key: str, kind: Kind, per_min: int, begun: list[float]) -> None:
@@ -40,14 +40,14 @@ class Borrowed:
         self._used, self._used_before, self._turned_s = 0, 0, open_loans.clock()
         # Permits that requests wait for.
         self.pending = 0
-        # What the registry has said last.
+        # The registry's last answer and its time.
         self._target, self._left, self._told_s = 0, self.capacity, -math.inf
-        # Number and returned permits of the loan: in the last report, and in the last one that was answered.
+        # The loan's number and returned permits, in the last report and in the last report that was answered.
         self._reported, self._told = (0, 0), (0, 0)
 
     @property
     def held(self) -> int:
-        """Return the permits that this server has, those of running answers included; below 0 they are owed."""
+        """Return the permits that this server holds, those of running answers included; negative: it owes permits."""
         return self._loan.held
 
     @property
@@ -57,7 +57,7 @@ class Borrowed:
 
     @property
     def level(self) -> float:
-        """Return what is left, as far as this server knows."""
+        """Return the permits left here and at the registry, as far as this server knows."""
         filled = self._left + self.rate * min(60.0, self._open_loans.clock() - self._told_s)
         return self.free + max(0.0, min(self.capacity - self.held, filled))
 
@@ -67,18 +67,18 @@ class Borrowed:
         return self._name not in self._open_loans.open
 
     def take(self, amount: float) -> None:
-        """Use permits, even more than there are."""
+        """Use permits, even more than are held."""
         self.open()
         self._loan.spent += int(amount)
         self._used += int(amount)
 
     def give_back(self, amount: float) -> None:
-        """Undo a `take`: the registry gets the permits, and may lend them again."""
+        """Undo a `take`: return the permits to the registry, which may lend them again."""
         self.open()
         self._loan.returned += int(amount)
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until `amount` may be here; 0 only if it is."""
+        """Return the seconds until `amount` permits may be available here; 0 only if they are."""
         return 0.0 if self.free >= amount else max(SOON_S, (amount - self.level) / self.rate)
 
     def resize(self, rate: float, capacity: float) -> None:
@@ -89,7 +89,7 @@ class Borrowed:
         self._used = max(self._used, len(self._begun) + number)
 
     def may_get(self, amount: int) -> bool:
-        """Return whether the registry may lend `amount`, by its last answer."""
+        """Return whether, by its last answer, the registry may be able to lend `amount`."""
         return self.level >= amount or self._open_loans.clock() - self._told_s >= RENEW_S
 
     def open(self) -> None:
@@ -99,11 +99,11 @@ class Borrowed:
             self._loan = Loan(next(self._open_loans.numbers))
 
     def begin_again(self) -> None:
-        """Begin another loan, as the lease is over: what is owed and the answers that run are all that goes on."""
+        """Begin a new loan after the lease has ended; it carries over only owed permits and running answers."""
         self._loan = Loan(next(self._open_loans.numbers), granted=len(self._begun), spent=max(0, -self._loan.held))
 
     def report(self) -> LoanReport | None:
-        """Return what to tell the registry, after giving up what is not wanted; None: there is no loan any more."""
+        """Give up permits that are not wanted, and return the report for the registry; None: the loan has ended."""
         wanted, loan = self._wanted(), self._loan
         surplus = loan.held - max(wanted, self._target) if wanted else self.free
         if surplus > 0:
@@ -117,11 +117,11 @@ class Borrowed:
         return LoanReport(*self._name, loan.number, loan.granted, loan.spent, loan.returned, wanted)
 
     def on_reported(self) -> None:
-        """Note that the registry has taken over the last report."""
+        """Note that the registry has received the last report."""
         self._told = self._reported
 
     def on_answer(self, answer: LoanAnswer) -> None:
-        """Take over what the registry has granted, unless it was another loan."""
+        """Apply what the registry has granted, unless the answer is for an earlier loan."""
         if answer.number == self._loan.number:
             self._loan.granted = answer.granted
             self._target, self._left, self._told_s = answer.target, answer.left, self._open_loans.clock()
@@ -157,7 +157,7 @@ class _BorrowingAccount(KeyAccount):
         return KeyAccount.is_idle(self) and (self.answers is None or self.answers.is_full)
 
     def missing(self, prompts: int, answers: int) -> list[tuple[Borrowed, int]]:
-        """Return which permits are missing here for a request, and how many it needs."""
+        """Return the loans that have too few permits for a request, each with the number that the request needs."""
         if self.answers is not None:
             self.answers.on_answers_wanted(answers)
         needs = (self.requests, prompts), (self.tokens, min(1, answers)), (self.answers, answers)
@@ -166,10 +166,11 @@ class _BorrowingAccount(KeyAccount):
 
 
 class BorrowingLimiter(RateLimiter):
-    """Enforce limits of keys by what their registry has lent.
+    """Enforce limits of keys with the permits that their registry has lent.
 
     Args:
-        ask: sends `question` to the registry and has `on_answer` called; returns when that is done, or has failed.
+        ask: sends `question` to the registry and passes the answer to `on_answer`; returns when this is done or has
+            failed.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class BorrowingLimiter(RateLimiter):
         self._open_loans = _OpenLoans(clock)
         self._until_s = math.inf
         self._asked = 0
-        # Loans that the last question told.
+        # Loans that the last question reported.
         self._reported: list[Borrowed] = []
 
     async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
@@ -201,8 +202,11 @@ class BorrowingLimiter(RateLimiter):
                 borrowed.pending -= number
 
     def question(self) -> dict[str, Any]:
-        """Return what the registry is asked with the next lease, as JSON: of more loans than a question may have those
-        that were begun first, until they are over; no others hold anything."""
+        """Return the question to send with the next lease renewal, as JSON.
+
+        Of more than `MAX_LOANS` loans, it has those that began first; the others hold no permits until one of these
+        ends.
+        """
         self._end_loans()
         self._asked += 1
         loans = [(borrowed, borrowed.report()) for borrowed in list(self._open_loans.open.values())]
@@ -211,13 +215,13 @@ class BorrowingLimiter(RateLimiter):
         return {"number": self._asked, "loans": [report for _, report in told]}
 
     def on_answer(self, answer: Any, until_s: float) -> None:
-        """Take over what the registry has lent.
+        """Apply the registry's answer.
 
         Args:
-            until_s: when all loans are over, by the clock of this server.
+            until_s: time at which all loans end, by this server's clock.
 
         Raises:
-            ValueError: that is no answer.
+            ValueError: the answer is malformed.
         """
         answers = LoanAnswers.model_validate(answer)
         if answers.number != self._asked:
@@ -237,7 +241,7 @@ class BorrowingLimiter(RateLimiter):
         return _BorrowingAccount(self._clock, key=principal, open_loans=self._open_loans)
 
     def _end_loans(self) -> None:
-        """End all loans if the lease is over."""
+        """End all loans if the lease has ended."""
         if self._clock() >= self._until_s:
             self._until_s = math.inf
             for borrowed in self._open_loans.open.values():

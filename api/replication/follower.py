@@ -1,9 +1,9 @@
-"""Follow a registry: names and keys by its feed, a lease that says how long they may be trusted, and with it what keys
-and adapters may use.
+"""Follow a registry: get names and keys from its feed, and renew a lease that says for how long they may be used.
+Lease renewals also carry loans of key limits and shares of adapter limits.
 
-A lease is extended when the registry has said which revision it has, and this server has that revision and those keys;
-it counts from the moment before the question. A server without one is not ready and answers 503, so that a deleted
-name or a revoked key is not honoured for longer, whatever happens to the network.
+The lease is extended once this server has the revision and the keys that the registry reported; it counts from just
+before the question was sent. A server without a lease is not ready and answers 503, so a deleted name or a revoked key
+is never honoured after the lease ends, whatever happens to the network.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from lorasrv.errors import InvalidLimits
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Time before the registry is tried again after a failure; doubled with each."""
+"""Time before the registry is asked again after a failure, doubled with each failure, and its maximum."""
 ASK_AGAIN_S = 1.0
-"""Least time between two questions for names that are not known here."""
+"""Least time between two questions because of names that are not known here."""
 RENEWED_S = 1.0
-"""Longest time that a request waits for what its key may use."""
+"""Longest time that a request waits for permits of its key's limits."""
 OnChanged = Callable[[Followed], Awaitable[None]]
 """Called when names have changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """Hold a lease that counts once this server has what the registry had."""
+    """Hold a lease that takes effect once this server has the registry's revision and keys."""
 
     until_s: float
     position: Position
@@ -57,14 +57,14 @@ class _Promise:
 
 
 def first_page(store: AdapterStore, client: RegistryClient) -> None:
-    """Take over what has changed, before a model is loaded: what can never work is refused at once.
+    """Catch up with the registry before a model is loaded, so that permanent errors are reported at once.
 
     Args:
-        client: asks the registry, and is closed: there is no event loop yet.
+        client: asks the registry; closed at the end, because the server's event loop does not exist yet.
 
     Raises:
-        OriginDenied: the registry refuses this server's key, or is none.
-        StoreUnusable: it is for another base, or of another version.
+        OriginDenied: the registry refuses this server's key, or the address is not a registry.
+        StoreUnusable: the registry is for another base model, or of another version.
     """
 
     async def take() -> None:
@@ -86,13 +86,13 @@ def first_page(store: AdapterStore, client: RegistryClient) -> None:
 
 
 class Follower:
-    """Keep a store and its keys up to date. For the event loop's thread; disk work is done in others.
+    """Keep a store and its keys up to date. For the event loop's thread; disk work runs in other threads.
 
     Args:
-        store: a store that follows.
-        origin: where it follows.
-        client: asks the same server.
-        replica: name of this server at the registry.
+        store: a store that follows a registry.
+        origin: the registry, for blobs.
+        client: the registry, for changes and leases.
+        replica: this server's name at the registry.
         clock: monotonic seconds.
     """
 
@@ -133,18 +133,18 @@ class Follower:
 
     @property
     def has_lease(self) -> bool:
-        """Return whether this server may answer."""
+        """Return whether this server may answer requests."""
         return self.clock() < self._lease_until_s
 
     def when_leased(self, call: Callable[[], object]) -> None:
-        """Call once this server may answer for the first time, at once if it could already."""
+        """Call a function when this server gets its first lease; at once if it has had one already."""
         self._first_leased.add_done_callback(lambda _: call())
 
     def check_lease(self) -> None:
-        """Check that this server may answer.
+        """Check that this server may answer requests.
 
         Raises:
-            OriginUnreachable: it may not; says why.
+            OriginUnreachable: it may not, for the given reason.
         """
         if not self.has_lease:
             raise OriginUnreachable(
@@ -153,12 +153,12 @@ class Follower:
             )
 
     def limiter(self, on_refused: Callable[[Exception], object]) -> BorrowingLimiter:
-        """Return a new limiter of keys, whose questions go with those for leases from now on."""
+        """Return a new limiter of keys; its questions are sent with lease renewals from now on."""
         self._limiter = BorrowingLimiter(self.renew_lease, self.clock, on_refused)
         return self._limiter
 
     async def share(self, shares: ShareHolder) -> None:
-        """Have an engine share the limits of adapters; its questions go with those for leases from now on."""
+        """Share the limits of an engine's adapters; the questions are sent with lease renewals from now on."""
         self._shares = shares
         await shares.begin(self.renew_lease, self._renew_now.set)
 
@@ -174,16 +174,16 @@ class Follower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """End the lease, once nothing runs here any more, and close the connections to the registry."""
+        """End the lease, after the last request has ended, and close the connections to the registry."""
         with contextlib.suppress(AdapterError):
             await self.client.post(LEASE, {"replica": self.replica, "ends": True})
         await self.client.close()
         self._origin.close()
 
     async def renew_lease(self) -> None:
-        """Renew the lease at once; return when that is done or has failed, or takes `RENEWED_S`.
+        """Renew the lease at once; return when this is done, has failed or has taken `RENEWED_S`.
 
-        All who wait share one question. While the registry cannot be reached, none waits.
+        Concurrent callers share one question. While the registry cannot be reached, no caller waits.
         """
         asked_s = self.clock()
         self._renew_now.set()
@@ -195,7 +195,7 @@ class Follower:
             pass
 
     async def until_revision(self, revision: int, timeout_s: float) -> bool:
-        """Wait until the names show at least a revision; return whether they do."""
+        """Wait until the names have at least a revision; return whether they do."""
         ends_s = self.clock() + timeout_s
         while self._store.feed.revision < revision:
             if (left_s := ends_s - self.clock()) <= 0:
@@ -204,9 +204,9 @@ class Follower:
         return True
 
     async def news_since(self, begun_s: float) -> bool:
-        """Wait for changes, or until the registry was asked for them after `begun_s`; return whether it was.
+        """Wait for changes or the end of a question for them; return whether a question sent after `begun_s` has ended.
 
-        All who wait share one question, and two are at least `ASK_AGAIN_S` apart.
+        Concurrent callers share one question, and questions are at least `ASK_AGAIN_S` apart.
 
         Raises:
             OriginUnreachable: the registry does not answer.
@@ -242,7 +242,7 @@ class Follower:
     # The feed.
 
     async def _follow(self) -> None:
-        """Ask for changes again and again; each question waits at the registry until there are some."""
+        """Ask for changes repeatedly; each question waits at the registry until there are some."""
         pause_s = PAUSE_S
         while True:
             try:
@@ -253,24 +253,25 @@ class Follower:
                     _LOG.exception("cannot follow the registry; trying again")
                 elif not isinstance(error, OriginUnreachable):
                     _LOG.error("cannot follow the registry: %s", error)
-                # Not all followers at once, when a registry has started again.
+                # Random, so that not all followers ask at once after a registry has restarted.
                 await asyncio.sleep(pause_s * (0.5 + random.random()))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _catch_up(self) -> None:
-        """Take over what has changed until now."""
+        """Apply all changes up to now."""
         while not await self._poll(0.0):
             pass
 
     async def _poll(self, wait_s: float) -> bool:
-        """Ask for a page and take it over; return whether it was the last, and not older than what is here."""
+        """Ask for a page of changes and apply it; return whether it was the last one. A page that another question has
+        overtaken is dropped."""
         position, known = await run_in_threadpool(self._store.feed.position), self._keys
         answer = await self.client.get(CHANGES, _asking(position, known, wait_s), wait_s)
         async with self._applying:
             if self._keys != known or await run_in_threadpool(self._store.feed.position) != position:
-                # Another question was faster.
+                # Another question has changed the store meanwhile.
                 return False
-            # Keys first: a name must not be seen with the keys of before.
+            # Keys first: a new name must not be visible with old keys.
             page, keys = await run_in_threadpool(_take_keys, self._store, answer, position)
             self._keys = self._keys if keys is None else keys
             changed = await run_in_threadpool(self._store.follow, page)
@@ -294,7 +295,7 @@ class Follower:
                     await self._catch_up()
                 self._why_cut_off = ""
             except (AdapterError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-                # The latter: an answer that this version does not understand.
+                # All but AdapterError: an answer that this version does not understand.
                 self._why_cut_off = str(error)
                 self._tell_lost(error)
             await asyncio.sleep(BETWEEN_S)
@@ -305,7 +306,7 @@ class Follower:
                 pass
 
     async def _ask_for_lease(self) -> bool:
-        """Ask for a lease, and for what keys and adapters may use; return whether it counts already."""
+        """Ask for a lease, loans and shares; return whether the lease takes effect at once."""
         begun_s = self.clock()
         said: dict[str, Any] = {
             "replica": self.replica,
@@ -334,7 +335,7 @@ class Follower:
         return self._settle()
 
     def _settle(self) -> bool:
-        """Extend the lease if this server has what the registry had."""
+        """Extend the lease if this server has the revision and the keys that the registry reported."""
         promise = self._promise
         if promise is None or not promise.is_kept_by(self._store.feed.revision, self._history, self._keys):
             return False
@@ -362,8 +363,9 @@ def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[
 def _take_keys(
     store: AdapterStore, answer: Mapping[str, Any], position: Position | None
 ) -> tuple[FeedPage, str | None]:
-    """Check the page after a position, and take over the keys if they came with it; return the page and the keys'
-    digest.
+    """Check the page after a position, and store the keys if they came with it.
+
+    Returns: the page, and the keys' digest; None: no keys came.
     """
     page = FeedPage.from_dict(answer.get("page"))
     _check_goes_on(page, position)
@@ -372,14 +374,14 @@ def _take_keys(
 
 
 def _check_goes_on(page: FeedPage, position: Position | None) -> None:
-    """Check that a page leads on from a position: one that does not, and is not the last, is asked for without end."""
+    """Check that a page continues from a position. Otherwise a page that is not the last would be requested forever."""
     is_older = not page.is_first and position is not None and page.position.revision < position.revision
     if is_older or (page.position == position and not page.is_last):
         raise StoreUnusable("the registry's changes do not go on from those that are here")
 
 
 def _check_limits(page: FeedPage) -> None:
-    """Check that this server can enforce the limits that a page brings, without which it would not start again."""
+    """Check that this server can enforce the limits in a page: with others stored, it could not start again."""
     for adapter_id, limits in page.rows["adapter_limits"]:
         try:
             Limits(**json.loads(limits))

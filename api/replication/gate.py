@@ -1,4 +1,4 @@
-"""Answer by names that are new enough, or not at all."""
+"""Answer requests only with names that are new enough."""
 
 import re
 
@@ -18,9 +18,9 @@ _REVISION = re.compile(r"[0-9]{1,18}")
 
 
 class ReplicationGate:
-    """Put the revision of the names into responses, and wait for the one that a request asks for.
+    """Add the revision of the names to responses, and wait for the revision that a request asks for.
 
-    A server that follows without a lease answers 503, but for what monitoring and edges read.
+    A follower without a lease answers 503, except on the paths that monitoring and edges read.
 
     Args:
         follower: None on a server that owns its store.
@@ -36,7 +36,7 @@ class ReplicationGate:
 
         async def send_with_revision(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Empty where the key is refused: by how much names change is no business of strangers.
+                # Empty if the key is refused: a client without a key must not learn how often names change.
                 told = "" if message["status"] == 401 else str(self._store.feed.revision)
                 MutableHeaders(scope=message)[REVISION] = told
             await send(message)
@@ -49,11 +49,11 @@ class ReplicationGate:
         await self._app(scope, receive, send_with_revision)
 
     async def _check(self, wanted: str | None) -> None:
-        """Check that requests may be answered, with names of the revision that is wanted.
+        """Check that this server may answer, with names of at least the wanted revision.
 
         Raises:
             OriginUnreachable: this server has no lease.
-            ApiError: 400, the header is no number; 503, the names are older.
+            ApiError: 400, the header is not a number; 503, the names are older.
         """
         if self._follower is not None:
             self._follower.check_lease()

@@ -1,6 +1,6 @@
-"""Keys of a store as its followers get them: digests of secrets, scopes, patterns and limits; never a secret.
+"""Keys of a store in the form that followers get: digests of secrets, scopes, patterns and limits; never a secret.
 
-Keys are few, so that all of them travel when one changes. A digest over them says which state one has.
+Keys are few, so all of them are sent when one changes. A digest over all keys identifies their state.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ NO_KEYS = ""
 
 
 def tag_of(keys: Sequence[Mapping[str, Any]]) -> str:
-    """Return the digest of a state of all keys; `NO_KEYS` if there are none."""
+    """Return the digest of all keys; `NO_KEYS` if there are none."""
     text = json.dumps(list(keys), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32] if keys else NO_KEYS
 
 
 class KeyFeed:
-    """Read the keys of a store when they have changed. For one thread at a time.
+    """Read the keys of a store, again only if they have changed. For one thread at a time.
 
     Raises (all methods): StoreUnusable, StoreFull.
     """
@@ -36,7 +36,7 @@ class KeyFeed:
 
     def current(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the digest of the keys, and the keys."""
-        # The number first: changes made in between are read again.
+        # The number of changes first: changes made in between are then read next time.
         changes = self._book.changes()
         if changes != self._changes:
             if (number := self._book.num_changes()) != self._num_changes:
@@ -50,15 +50,15 @@ class KeyFeed:
 
 
 def take_over(root: Path, keys: Any) -> str:
-    """Make the keys of a follower's folder those of its registry, in one transaction; return their digest.
+    """Replace the keys in a follower's folder with its registry's, in one transaction; return their digest.
 
     Raises:
-        StoreUnusable, StoreFull: they are malformed, or the disk refused; nothing changed.
+        StoreUnusable, StoreFull: the keys are malformed, or the disk failed; nothing changed.
     """
     with closing(KeyStore(root)) as key_store:
         try:
             if not isinstance(keys, list):
-                # Nothing, as another type, would be no keys: a server without any asks for none.
+                # An empty value of another type would store no keys, and a server without keys accepts every client.
                 raise TypeError("no list")
             key_store.replace_all(keys)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:

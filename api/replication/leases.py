@@ -1,4 +1,4 @@
-"""Leases of followers, at the registry: who may still be answering, and which revision each has taken over."""
+"""Leases of followers, at the registry: which followers may still answer, and which revision each has applied."""
 
 import asyncio
 import json
@@ -21,29 +21,29 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Hold what a follower said last."""
+    """Hold the last state that a follower reported."""
 
     revision: int
-    # Ends by this machine's monotonic clock, each under the revision that the follower must have taken over to answer
-    # until then. Its own lease ends earlier.
+    # Revision that the follower must have applied -> until when it may then answer, by this machine's monotonic clock.
+    # By its own clock, its lease ends earlier.
     ends_s: Mapping[int, float]
 
 
 class Leases:
     """Keep the leases of followers. For the event loop's thread.
 
-    A follower counts its lease from before it asked, so that by its clock it always ends first: no two machines' clocks
-    are compared. The folder has the names of followers, so that the next process knows which to wait for: until each
-    has asked again, or its lease is over, `LEASE_S` after the start.
+    A follower counts its lease from before it asked, so the lease always ends there before it ends here, and no two
+    machines' clocks are compared. The names of followers are kept in a file, so that after a restart the registry knows
+    which ones to wait for: until each has asked again, or until `LEASE_S` after the start, when its lease has ended.
 
     Args:
-        folder: of the store.
+        folder: the store's folder.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._clock = folder / FILE_NAME, clock
         self._all_known_s = clock() + LEASE_S
-        # Followers of the process before that have not asked this one yet.
+        # Followers of the previous process that have not asked this one yet.
         self._unknown = _read(self._file)
         self._kept = self._unknown
         self._keeping = asyncio.Lock()
@@ -56,14 +56,14 @@ class Leases:
         return not self._unknown or self._clock() >= self._all_known_s
 
     async def renew(self, replica: str, revision: int, promised: int) -> None:
-        """Note which revision a follower has taken over, and extend its lease.
+        """Note which revision a follower has applied, and extend its lease.
 
         Args:
-            revision: what it has taken over.
-            promised: what it must have taken over before it may answer by the longer lease.
+            revision: the revision that it has applied.
+            promised: the revision that it must have applied before the extension takes effect.
 
         Raises:
-            StoreFull, StoreUnusable: the disk failed; there is no lease.
+            StoreFull, StoreUnusable: the disk failed; the lease is not extended.
         """
         if replica not in self._kept:
             await self._keep(replica)
@@ -86,22 +86,22 @@ class Leases:
         self._news = asyncio.Event()
 
     async def _keep(self, *more: str) -> None:
-        """Write the names of followers, with those of `more`."""
+        """Write the names of all followers and `more` to the file."""
         async with self._keeping:
             names = frozenset([*self.replicas(), *more, *(() if self.are_all_known else self._unknown)])
             await run_in_threadpool(_write, self._file, names)
             self._kept = names
 
     def replicas(self) -> list[str]:
-        """Return the followers whose leases last."""
+        """Return the names of followers that have a lease."""
         now_s = self._clock()
         self._leases = {name: lease for name, lease in self._leases.items() if max(lease.ends_s.values()) > now_s}
         return sorted(self._leases)
 
     async def everywhere(self, revision: int) -> int:
-        """Wait until no follower answers with an older revision; return how many have taken it over.
+        """Wait until no follower can answer with an older revision; return how many have applied this one.
 
-        That is once each has said so, or the last lease is over by which it could answer without the revision.
+        For each follower, this is once it reports the revision, or once its leases for older revisions have ended.
         """
         while (left_s := self._left_s(revision)) > 0:
             try:
@@ -113,7 +113,7 @@ class Leases:
         return sum(lease.revision >= revision for lease in self._leases.values())
 
     def _left_s(self, revision: int) -> float:
-        """Return the seconds until every lease is over by which a follower could answer without the revision."""
+        """Return the seconds until all leases end that let a follower answer without the revision."""
         behind = (lease for lease in self._leases.values() if lease.revision < revision)
         ends = [end_s for lease in behind for needed, end_s in lease.ends_s.items() if needed < revision]
         return max([-math.inf if self.are_all_known else self._all_known_s, *ends]) - self._clock()

@@ -1,4 +1,4 @@
-"""Lend what the keys of a registry may use to its followers; the registry's side of `loans.py`."""
+"""Lend permits of key limits to followers; the registry's side of `loans.py`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from api.replication.loans import Loan, LoanAnswer, LoanQuestion, LoanReport
 from lorasrv.token_bucket import TokenBucket
 
 RESERVE = 0.5
-"""Part of a limit that its users hold in equal shares even if they need less. While the registry cannot be reached,
-each of N followers so has what limit / N fills in a lease of 30 s."""
+"""Part of a limit that the followers that use it hold in equal parts even if they need less. If the registry cannot be
+reached, each of N followers then has as many permits as limit / N provides in a lease of 30 s."""
 _EPSILON = 1e-6
 
 
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 class _LendingAccount(KeyAccount):
     """Hold the usage of one key at its registry."""
 
-    # Monotonic time at which its buckets began to fill; before, they were full.
+    # Monotonic time at which its buckets were empty and began to fill; -inf: they begin full.
     since_s: float = -math.inf
     most_answers: int | None = None
     lent_answers: int = 0
@@ -42,7 +42,7 @@ class _LendingAccount(KeyAccount):
         return cast(TokenBucket | None, {"requests": self.requests, "tokens": self.tokens}.get(kind))
 
     def limit(self, kind: Kind) -> int | None:
-        """Return how much of a kind all servers together may use at once."""
+        """Return how many permits of a kind all servers together may use at once; None: no limit."""
         bucket = self.bucket(kind)
         return int(bucket.capacity) if bucket is not None else self.most_answers if kind == "answers" else None
 
@@ -53,7 +53,7 @@ class _LendingAccount(KeyAccount):
             self.lent_answers = lent
 
     def free(self, kind: Kind) -> int:
-        """Return what this server could use or lend now."""
+        """Return the permits that this server could use or lend now."""
         if (bucket := self.bucket(kind)) is not None:
             return math.floor(bucket.level + _EPSILON)
         return self.slots(self.most_answers or 0) - len(self.begun_s)
@@ -63,19 +63,19 @@ class _LendingAccount(KeyAccount):
 class _FollowerLoans:
     """Hold the loans of a follower."""
 
-    # Of the latest question.
+    # Number of the latest question.
     number: int
     loans: dict[tuple[str, Kind], Loan]
 
 
 class LendingLimiter(RateLimiter):
-    """Enforce the limits of keys here, and lend of them; until there are followers, a plain `RateLimiter`.
+    """Enforce the limits of keys here, and lend permits to followers; without followers, a plain `RateLimiter`.
 
-    After a start nothing is lent or used before every follower of the process before has told its loans, or its lease
-    is over. Buckets are empty at that start, as the process before may have used them up.
+    After a restart nothing is lent or used until every follower of the previous process has reported its loans, or its
+    lease has ended. Buckets begin empty then, because the previous process may have used them up.
 
     Args:
-        leases: who may hold permits.
+        leases: tell which followers may hold permits.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class LendingLimiter(RateLimiter):
         self._leases = leases
         self._since_s = -math.inf if leases.are_all_known else clock()
         self._followers: dict[str, _FollowerLoans] = {}
-        # Whether there are or were any.
+        # Whether there are, or ever were, followers.
         self._has_followers = not leases.are_all_known
 
     def lend(self, replica: str, question: LoanQuestion, limits: Mapping[str, KeyLimits]) -> dict[str, Any]:
-        """Take over what a follower says of its loans, and lend what it wants as far as there is.
+        """Record the loans that a follower reports, and lend it what it wants, as far as permits are free.
 
         Args:
-            limits: of all keys, by name.
+            limits: limits of all keys, by name.
 
         Returns:
             The answer, as JSON.
@@ -101,7 +101,7 @@ class LendingLimiter(RateLimiter):
         self._end_loans()
         before = self._followers.get(replica, _FollowerLoans(0, {}))
         if question.number <= before.number:
-            # A later one came first: this one knows less, and its answer is not waited for.
+            # A later question came first: this one is out of date, and the follower ignores its answer.
             return {"number": question.number, "loans": []}
         follower = self._followers[replica] = _FollowerLoans(question.number, {})
         answers = []
@@ -109,7 +109,7 @@ class LendingLimiter(RateLimiter):
             name = report.key, report.kind
             loan = follower.loans[name] = Loan(report.number, report.granted, report.spent, report.returned)
             old = before.loans.get(name, loan)
-            # What the last answer granted is back, too, if it did not arrive: it never will, as a later question came.
+            # If the last answer did not arrive, its grant returns, too: after this question, it can no longer arrive.
             back = loan.returned - old.returned + old.granted - loan.granted if old.number == loan.number else 0
             account = self._account(Caller(report.key, frozenset(), limits=limits.get(report.key, NO_LIMITS)))
             if account is not None and (most := account.limit(report.kind)) is not None:
@@ -121,7 +121,7 @@ class LendingLimiter(RateLimiter):
         if bucket is not None:
             bucket.give_back(back)
         target = min(most, max(report.wanted, int(RESERVE * most / len(self._followers)))) if report.wanted else 0
-        # What is owed is paid whatever there is, as it was used.
+        # Owed permits are granted even if none are free, because they have been used.
         owed = max(0, -loan.held)
         free = account.free(kind) - owed
         more = max(0, min(target - loan.held - owed, free))
@@ -144,11 +144,11 @@ class LendingLimiter(RateLimiter):
         return _LendingAccount(self._clock, since_s=self._since_s)
 
     def _end_loans(self) -> None:
-        """Forget the loans of followers whose leases are over."""
+        """Forget the loans of followers whose leases have ended."""
         alive = self._leases.replicas()
         self._followers = {replica: loans for replica, loans in self._followers.items() if replica in alive}
 
     def _lent(self, key: str, kind: Kind) -> int:
-        """Return the permits in the hands of followers."""
+        """Return the number of permits that followers hold."""
         loans = (follower.loans.get((key, kind)) for follower in self._followers.values())
         return sum(loan.held for loan in loans if loan is not None)

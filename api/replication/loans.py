@@ -1,13 +1,12 @@
 """Permits that a registry lends to its followers, so that all servers together keep the limits of a key.
 
 A permit lets one request or one token through, or one answer run at a time. The registry takes permits out of the key's
-own account before it lends them, and has them back when a follower says so: like money, they are in one place, and what
-is lost on the way is lost. So no message, however late or often it comes, can make the sum of them larger than the
-limit.
+own account before it lends them, and puts them back when a follower reports them returned. Each permit is in one place,
+and permits lost in transit are gone. A late or repeated message therefore cannot raise the total above the limit.
 
-A `Loan` is what one follower has of one limit of one key. A follower tells the totals of its loans each time it renews
-its lease; they do not depend on what the registry remembers, which therefore may start again at any time. A loan ends
-with the lease: a follower that has not heard of the registry for so long has nothing any more.
+A `Loan` is what one follower holds of one limit of one key. A follower reports the totals of its loans each time it
+renews its lease. They do not depend on the registry's memory, so the registry may restart at any time. A loan ends with
+the lease: a follower without a lease holds no permits.
 """
 
 from collections.abc import Sequence
@@ -26,22 +25,22 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 class Loan:
     """Hold totals since the loan began."""
 
-    # No other loan of this follower has, had or will have it.
+    # Unique among all loans of this follower.
     number: int
     granted: int = 0
-    # Used, or returned.
+    # Used or returned.
     spent: int = 0
-    # Spent ones that the registry gets back, as they were not used.
+    # Part of `spent` that was not used and goes back to the registry.
     returned: int = 0
 
     @property
     def held(self) -> int:
-        """Return the permits that may still be used; below 0 they are owed."""
+        """Return the permits that may still be used; negative: permits that are owed."""
         return self.granted - self.spent
 
 
 class LoanReport(NamedTuple):
-    """Tell the registry of one loan, as a list of JSON."""
+    """Report one loan to the registry, as a JSON list."""
 
     key: Annotated[str, Field(max_length=64)]
     kind: Kind
@@ -49,38 +48,38 @@ class LoanReport(NamedTuple):
     granted: _Count
     spent: _Count
     returned: _Count
-    # Permits that the follower could use now, those that it holds included.
+    # Permits that the follower could use now, including those that it holds.
     wanted: _Count
 
 
 class LoanAnswer(NamedTuple):
-    """Tell a follower of one loan, as a list of JSON."""
+    """Answer a follower about one loan, as a JSON list."""
 
     key: str
     kind: Kind
     number: int
     granted: int
-    # What the follower need not return.
+    # Permits that the follower need not return.
     target: int
-    # What could have been lent besides.
+    # Permits that could have been lent in addition.
     left: int
 
 
 class LoanQuestion(BaseModel):
-    """Hold all loans of a follower."""
+    """Report all loans of a follower."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Counts the questions of a follower, from 1.
+    # Sequence number of the follower's questions, from 1.
     number: _Count
     loans: Annotated[Sequence[LoanReport], Field(max_length=MAX_LOANS)] = ()
 
 
 class LoanAnswers(BaseModel):
-    """Hold what is answered to a question of that number.
+    """Answer the question of the same number.
 
     Raises:
-        ValueError: that is no answer of this version's registry.
+        ValueError: not an answer of a registry of this version.
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Fetch prefix pages from another server of the cluster, in a thread, within a bounded time.
 
-Every failure means that the prompt is computed here; pages that came whole before it are used.
+After a failure, the rest of the prompt is computed here; pages that arrived complete before it are used.
 """
 
 import io
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 POLL_S = 0.1
-"""How often a wait for bytes looks whether they are still wanted."""
+"""Interval at which a wait for bytes checks whether they are still wanted."""
 MAX_ANSWER_BYTES = 64 << 10
 
 
@@ -38,14 +38,14 @@ class PageClient:
 
     @classmethod
     def of(cls, secret: str | None) -> "PageClient | None":
-        """Return a client with the secret of a cluster; None for a server of none."""
+        """Return a client with the secret of a cluster; None for a server outside a cluster."""
         return None if secret is None else cls(secret)
 
     def __call__(self, wanted: PeerSnapshot, page_bytes: int, is_wanted: Callable[[], bool]) -> npt.NDArray[np.uint8]:
-        """Return the first of the pages that are wanted, as `FetchPages`.
+        """Return the wanted pages that arrived, from the first one on, as `FetchPages` does.
 
         Raises:
-            PeerFailed: none came.
+            PeerFailed: no page arrived.
         """
         fetch = _Fetch(wanted.peer.url, self._headers, time.monotonic() + wanted.wait_s, is_wanted)
         try:
@@ -58,7 +58,7 @@ class PageClient:
 
 
 class _Bytes(io.RawIOBase):
-    """Read from a connection as long as there is time: a peer that drips has no more of it than a silent one.
+    """Read from a connection until a deadline, which a peer that sends slowly does not extend.
 
     Args:
         left_s: returns the time that is left, or raises TimeoutError.
@@ -66,7 +66,7 @@ class _Bytes(io.RawIOBase):
 
     def __init__(self, connection: socket.socket, left_s: Callable[[], float]) -> None:
         self._connection, self._left_s = connection, left_s
-        # Keeps it open as long as this is.
+        # Keeps the connection open as long as this object is.
         self._held = connection.makefile("rb", buffering=0)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class _Bytes(io.RawIOBase):
 
 
 class _Answer(HTTPResponse):
-    """Read an answer as `_Bytes` allow."""
+    """Read an answer through `_Bytes`."""
 
     def __init__(self, left_s: Callable[[], float], connection: socket.socket, **named: Any) -> None:
         super().__init__(connection, **named)
@@ -95,7 +95,7 @@ class _Answer(HTTPResponse):
 
 
 class _Fetch:
-    """Hold one connection to a peer until a time."""
+    """Hold one connection to a peer until a deadline."""
 
     def __init__(self, url: str, headers: dict[str, str], until_s: float, is_wanted: Callable[[], bool]) -> None:
         address = urlsplit(url)
@@ -109,10 +109,10 @@ class _Fetch:
         self._connection.close()
 
     def pages(self, wanted: PeerSnapshot, page_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return what comes of the pages that are wanted.
+        """Return the wanted pages that arrive.
 
         Raises:
-            PeerFailed: the peer refuses, or has none.
+            PeerFailed: the peer refuses, or has no pages.
             OSError, HTTPException, ValueError: the connection or the answer is broken, or too late.
         """
         answer = self._ask("POST", "/v1/pages/offer", _offer_of(wanted)).read(MAX_ANSWER_BYTES)
@@ -125,7 +125,7 @@ class _Fetch:
         return self._read(self._ask("GET", f"/v1/pages/{offer.lease}"), num_pages, page_bytes)
 
     def _read(self, answer: HTTPResponse, num_pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the pages of all whole frames."""
+        """Return the pages of all complete frames."""
         data = np.empty(num_pages * page_bytes, np.uint8)
         view, check, done = memoryview(data.data), bytearray(CHECK_BYTES), 0
         try:
@@ -143,7 +143,7 @@ class _Fetch:
         return data[: done * page_bytes]
 
     def _fill(self, answer: HTTPResponse, target: memoryview) -> bool:
-        """Read as many bytes as there is room for; return whether they came."""
+        """Fill `target`; return whether enough bytes came."""
         while target:
             count = answer.readinto(target)
             if not count:
@@ -152,10 +152,10 @@ class _Fetch:
         return True
 
     def _ask(self, method: str, path: str, body: Any = None) -> HTTPResponse:
-        """Return the answer to a request whose status is 200.
+        """Return the answer to a request.
 
         Raises:
-            PeerFailed: another one.
+            PeerFailed: its status is not 200.
         """
         headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         self._connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
@@ -169,7 +169,7 @@ class _Fetch:
         """Return the time that is left.
 
         Raises:
-            TimeoutError: none is, or the pages are not wanted any more.
+            TimeoutError: no time is left, or the pages are no longer wanted.
         """
         left_s = self._until_s - time.monotonic()
         if left_s <= 0 or not self._is_wanted():

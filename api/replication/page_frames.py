@@ -1,6 +1,7 @@
-"""How pages travel between servers: a stream of frames, each some whole pages and the CRC-32 of their bytes.
+"""Transfer format of pages between servers: a stream of frames, each with whole pages and the CRC-32 of their bytes.
 
-TCP's checksum misses one damaged segment in some ten thousand; a frame that is damaged, and what follows, is computed.
+TCP's checksum misses about one damaged segment in ten thousand. The pages of a damaged frame and of those after it are
+computed instead.
 """
 
 import zlib
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 FRAME_BYTES = 4 << 20
-"""Most bytes of a frame, unless one page has more; sender and reader each hold two."""
+"""Most bytes of a frame, unless one page is larger; sender and reader each hold two frames."""
 CHECK_BYTES = 4
 LAYOUT = 1
 """Version of offers and frames."""
@@ -18,7 +19,7 @@ LAYOUT = 1
 class PageOffer(BaseModel):
     """Answer a server that asks for pages."""
 
-    # None: there are none.
+    # None: there are no pages.
     lease: str | None
     pages: int
     # Bytes of a page.
@@ -26,7 +27,7 @@ class PageOffer(BaseModel):
 
 
 def check_of(data: memoryview) -> bytes:
-    """Return what follows the pages in their frame."""
+    """Return the CRC-32 that follows the pages in their frame."""
     return zlib.crc32(data).to_bytes(CHECK_BYTES, "little")
 
 
@@ -38,5 +39,5 @@ def frames(num_pages: int, page_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def stream_bytes(num_pages: int, page_bytes: int) -> int:
-    """Return the length of the stream."""
+    """Return the length of the stream in bytes."""
     return num_pages * page_bytes + CHECK_BYTES * sum(1 for _ in frames(num_pages, page_bytes))

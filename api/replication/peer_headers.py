@@ -1,7 +1,7 @@
 """Read the headers by which the edge of a cluster names a server that has, or computes, the pages of a prompt.
 
-A client that may set them can make this server ask any address with the cluster's secret. So they are refused without
-the secret: an edge does not pass on those of its clients.
+A client that could set them could make this server send the cluster's secret to any address. They are therefore refused
+without the secret, and an edge does not forward such headers from its clients.
 """
 
 from urllib.parse import urlsplit
@@ -17,9 +17,9 @@ from lorasrv.request import Peer
 CLUSTER = "x-lorasrv-cluster"
 """The secret of the cluster."""
 PREFILL = "x-lorasrv-prefill"
-"""URL of a server that is asked for the prompt's pages, and computes those that it does not have."""
+"""URL of a server to ask for the prompt's pages; it computes those that it does not have."""
 PAGES = "x-lorasrv-pages"
-"""URL of a server that is asked for those of the prompt's pages that it has: it has begun with the request."""
+"""URL of a server to ask for the prompt's pages; it sends only those that it already has."""
 
 
 class PeerHeaders:
@@ -48,7 +48,7 @@ class PeerHeaders:
         """Return the server that a request names.
 
         Raises:
-            ApiError: 403, without the secret of the cluster; 400, it is no address.
+            ApiError: 403, the cluster's secret is missing; 400, the value is not an address, or there are two.
         """
         named = [name for name in (PREFILL, PAGES) if name in headers]
         if not named:

@@ -1,4 +1,4 @@
-"""The registry's side: what its followers ask of it."""
+"""The registry's side of replication: answers to its followers' questions."""
 
 import asyncio
 import json
@@ -27,16 +27,16 @@ from api.replication.shares import ShareQuestion
 
 _LOG = logging.getLogger(__name__)
 KEYS_EVERY_S = 0.1
-"""Time between two looks at the keys, which commands change beside the server; a look takes some microseconds."""
+"""Time between two checks for changed keys, which commands change while the server runs. A check takes microseconds."""
 
 
 class Registry:
-    """Answer followers. For the event loop's thread; the store is read in others.
+    """Answer followers. For the event loop's thread; the store is read in other threads.
 
     Args:
-        draining: who waits for changes is sent away when it begins.
-        shares: what this server's own engine may use of adapters' limits.
-        on_refused: as of `RateLimiter`.
+        draining: when it begins, followers that wait for changes are answered at once.
+        shares: the part of adapters' limits that this server's own engine may use.
+        on_refused: as for `RateLimiter`.
 
     Raises:
         StoreUnusable, StoreFull: the keys cannot be read.
@@ -62,7 +62,7 @@ class Registry:
         self._stop_listening = store.feed.listen(self._tell)
 
     async def start(self) -> None:
-        """Share the limits of adapters from the start if there are followers of the process before."""
+        """Share the limits of adapters from the start if the previous process had followers."""
         if not self.leases.are_all_known:
             self._share()
 
@@ -74,19 +74,19 @@ class Registry:
         self._keys.close()
 
     def check_is_owner(self) -> None:
-        """Check that this server has names of its own.
+        """Check that this server owns its names.
 
         Raises:
-            StoreFollows: it follows another.
+            StoreFollows: it follows another server.
         """
         if self._store.feed.follows is not None:
             raise StoreFollows(self._store.feed.follows)
 
     async def changes(self, after: Position | None, keys: str | None, wait_s: float) -> dict[str, Any]:
-        """Return what changed after a position, and all keys if theirs is another digest; wait for one of both.
+        """Return what changed after a position, and all keys if their digest has changed; wait for either change.
 
         Args:
-            keys: digest of the keys that the follower has; None: it wants none.
+            keys: digest of the keys that the follower has; None: it wants no keys.
         """
         self.check_is_owner()
         loop = self._loop = asyncio.get_running_loop()
@@ -118,7 +118,7 @@ class Registry:
             self._sharing = asyncio.create_task(self._keep_own_shares())
 
     async def _keep_own_shares(self) -> None:
-        """Ask for this server's own engine, as a follower does with its lease."""
+        """Renew the shares of this server's own engine, as a follower does with its lease."""
         await self._shares.begin(self._ask_own, self._renew_own.set)
         while True:
             self._renew_own.clear()
@@ -143,14 +143,17 @@ class Registry:
     async def lease(
         self, replica: str, history: str, revision: int, loans: LoanQuestion, shares: ShareQuestion
     ) -> dict[str, Any]:
-        """Extend a follower's lease, say what it must have for it to count, and what keys and adapters may use there.
+        """Extend a follower's lease, and answer its questions about loans and shares.
+
+        Returns:
+            The answer, as JSON, with the revision and keys' digest that the follower needs for the lease to count.
 
         Raises:
             OSError: the disk failed.
         """
         self.check_is_owner()
         now = await run_in_threadpool(self._store.feed.head)
-        # One that is ahead has followed a state that is gone, before this store was restored.
+        # A follower that is ahead has followed a state that was lost when this store was restored.
         is_here = history == now.history and revision <= now.revision
         await self.leases.renew(replica, revision if is_here else -1, now.revision)
         self._share()
@@ -168,7 +171,7 @@ class Registry:
         }
 
     def blob(self, digest: str) -> Path:
-        """Return where a blob is.
+        """Return the path of a blob.
 
         Raises:
             StoreFollows, InvalidDigest, BlobNotFound.
@@ -177,7 +180,7 @@ class Registry:
         return self._store.blob_path(digest)
 
     def _tell(self) -> None:
-        """Wake those who wait; called in the thread that made the change."""
+        """Wake the waiting questions; called in the thread that made the change."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 

@@ -18,19 +18,19 @@ from api.replication.headers import BLOBS, REVISION
 
 CONNECT_S, ANSWER_S = 2.0, 10.0
 LEAST_BYTES_PER_S = 64 << 10
-"""An answer has as much time more as it takes at this rate: a long one may be slow, none may drip."""
+"""Least rate of an answer: each received byte extends its time limit accordingly, so long answers may take longer."""
 MAX_ANSWER_BYTES = 1 << 30
-"""Longest answer: a page of changes is far shorter, unless one id has thousands of versions with long defaults."""
+"""Longest answer. A page of changes is far shorter, unless one id has thousands of versions with long defaults."""
 MAX_REFUSAL_BYTES = 64 << 10
-"""First bytes of an answer that are read where it is no success, or not the registry's."""
+"""Most bytes read of an answer that is not a success, or not the registry's."""
 SHOWN_CHARS = 300
-"""First characters of an answer that errors show."""
+"""Most characters of an answer that an error shows."""
 _DENIED = frozenset({401, 403})
 _INVALID = frozenset({400, 413, 422})
 
 
 class HttpOrigin:
-    """Fetch weights, and know whether the registry was reached when it was last tried. Any thread may call."""
+    """Fetch weights, and remember whether the last attempt reached the registry. Any thread may call."""
 
     def __init__(self, address: str, key: str | None) -> None:
         self.address = address.rstrip("/")
@@ -44,18 +44,18 @@ class HttpOrigin:
             raise OriginUnreachable(self._why)
 
     def check_answer(self, status: int, headers: Mapping[str, str], body: bytes | bytearray = b"") -> None:
-        """Note that there was an answer, and raise what it means, unless it is a success.
+        """Note that an answer came, and raise the error that it means, unless it is a success.
 
         Raises:
-            OriginRefused: what was asked is invalid there; others may be answered.
-            OriginDenied: the key is refused, or the server is no registry; waiting does not help.
-            OriginUnreachable: it cannot answer now, or something else has answered in its place.
+            OriginRefused: the registry finds this request invalid; other requests may be answered.
+            OriginDenied: the key is refused, or the server is not a registry; waiting does not help.
+            OriginUnreachable: the registry cannot answer now, or another server answered in its place.
         """
         if status >= 500 or status == 429:
             why = f": {_said(body)}" if body and REVISION in headers else ""
             raise self.failed(f"it answers {status} now{why}")
         if REVISION not in headers:
-            # Whatever lorasrv answers has it.
+            # Every answer of lorasrv has this header.
             target = f" to {headers['location']:.200}" if "location" in headers else ""
             raise self.is_another(f"it answers {status}{target} without {REVISION}")
         if status in _DENIED:
@@ -77,7 +77,7 @@ class HttpOrigin:
         """Return the JSON object of an answer.
 
         Raises:
-            OriginUnreachable: it is none.
+            OriginUnreachable: the answer is not a JSON object.
         """
         try:
             found = json.loads(body)
@@ -88,7 +88,7 @@ class HttpOrigin:
         return found
 
     def is_another(self, why: str) -> OriginUnreachable:
-        """Note that something else answers in the registry's place, and return the error that says so."""
+        """Note that another server answers in the registry's place, and return the error that says so."""
         self._why = (
             f"what answers at {self.address} is no registry of lorasrv: {why}; check --registry, and the proxies "
             "before the registry"
@@ -102,7 +102,7 @@ class HttpOrigin:
 
     @contextlib.contextmanager
     def fetch(self, digest: str, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        # Who waits for a registry that is away would keep others from what is on this disk; leases notice its return.
+        # A thread that waits for an absent registry could not load blobs of this disk; the lease notices its return.
         if self.is_cut_off and not start:
             self.check()
         headers = {"range": f"bytes={start}-"} if start else {}
@@ -154,11 +154,11 @@ class RegistryClient:
         self._client = httpx2.AsyncClient(**_options(origin.address, key))
 
     async def get(self, path: str, params: Mapping[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
-        """Return the object of an answer that may take `wait_s` to begin."""
+        """Return the JSON object of an answer that may take `wait_s` to begin."""
         return await self._ask("GET", path, ANSWER_S + wait_s, params=dict(params))
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = CONNECT_S) -> dict[str, Any]:
-        """Send a JSON body, and return the object of the answer."""
+        """Send a JSON body, and return the JSON object of the answer."""
         return await self._ask("POST", path, timeout_s, json=dict(body))
 
     async def _ask(self, method: str, path: str, timeout_s: float, **what: Any) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _options(address: str, key: str | None) -> dict[str, Any]:
     return {
         "base_url": address,
         "timeout": httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
-        # No proxy from the environment for an address on this machine.
+        # For an address on this machine, no proxy from the environment.
         "trust_env": not is_loopback(urlsplit(address).hostname or ""),
         "headers": {**headers, "accept-encoding": "identity"},
     }

@@ -1,26 +1,27 @@
-"""The time of the registry, by which its keys expire, whatever a follower's own wall clock says."""
+"""The registry's time: its keys expire by it at followers, too, whatever their own wall clocks say."""
 
 import time
 from collections.abc import Callable
 
 
 class RegistryClock:
-    """Tell the time as the registry has said it last, counted on by this server's monotonic clock.
+    """Tell the time that the registry last reported, advanced by this server's monotonic clock.
 
-    It is ahead of the registry's by the time that a question takes at most, and never behind: no key is honoured for
-    longer than there.
+    It is never behind the registry's time, and ahead by at most the duration of a question. So no key is honoured for
+    longer than at the registry.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # What the registry's time is ahead of the clock's; None: it has said nothing yet.
+        # Seconds that the registry's time is ahead of this server's clock; None: it has not reported yet.
         self._ahead_s: float | None = None
 
     def on_answer(self, now_s: float, asked_s: float) -> None:
-        """Note what the registry's time was in an answer to a question.
+        """Note the registry's time in an answer.
 
         Args:
-            asked_s: when it was asked, by this server's clock.
+            now_s: the registry's time.
+            asked_s: when the question was sent, by this server's clock.
         """
         self._ahead_s = now_s - asked_s
 

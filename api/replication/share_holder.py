@@ -17,29 +17,29 @@ from lorasrv.errors import EngineDead
 
 _LOG = logging.getLogger(__name__)
 TELL_AGAIN_S = 0.2
-"""Time after which an engine is asked again whether it still uses more than its share."""
+"""Time after which an engine that uses more than its share is told the share again."""
 
 
 @dataclass(slots=True)
 class _Holding:
     """Hold the share of one adapter."""
 
-    # At least what the engine may be using.
+    # Upper bound of what the engine may be using.
     held: LimitShare = NO_SHARE
-    # What the engine was told last, and how often it was told something.
+    # The share that the engine was told last, and how many times it was told one.
     told: LimitShare = NO_SHARE
     num_told: int = 0
-    # Whether the time of shares is over, and the engine has not said yet what still runs.
+    # Whether shares have ended and the engine has not yet reported what still runs.
     is_ending: bool = False
-    # The last question that told more than the engine may be using by now: its answer is not for this adapter.
+    # Number of the last question that may have reported more than the engine now uses: its answer is ignored here.
     barred: int = 0
-    # Requests that are about to come.
+    # Requests that will reach the engine soon.
     pending: int = 0
-    # Most requests at a time in this period of `RENEW_S` and the one before.
+    # Most requests at a time in this period of `RENEW_S` and the previous one.
     peak: int = 0
     peak_before: int = 0
     turned_s: float = -math.inf
-    # Requests that the last question told.
+    # Requests that the last question reported.
     asked_for: int = 0
 
 
@@ -52,9 +52,9 @@ class SharingEngine(Protocol):
 
 
 class ShareHolder:
-    """Tell an engine what it may use of the limits of adapters. For the event loop's thread.
+    """Tell an engine which share of adapters' limits it may use. For the event loop's thread.
 
-    A server without followers that follows none keeps its adapters' limits whole: `begin` changes that.
+    Until `begin`, the engine may use the whole limits, as on a server that has no followers and follows no other.
 
     Args:
         clock: monotonic seconds.
@@ -65,7 +65,7 @@ class ShareHolder:
         self._ask: Callable[[], Awaitable[object]] | None = None
         self._ask_soon: Callable[[], object] = lambda: None
         self._holdings: dict[str, _Holding] = {}
-        # Those that hold something, or are asked for.
+        # Holdings that have a share or need one.
         self._active: dict[str, _Holding] = {}
         self._until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -81,8 +81,9 @@ class ShareHolder:
         """Share limits from now on: without a share, no request of a limited adapter begins.
 
         Args:
-            ask: sends `question` to the registry and has `on_answer` called; returns when that is done, or has failed.
-            ask_soon: has that done by and by.
+            ask: sends `question` to the registry and passes the answer to `on_answer`; returns when this is done or has
+                failed.
+            ask_soon: triggers the same without waiting.
         """
         self._ask, self._ask_soon = ask, ask_soon
         self._active = dict(self._holdings)
@@ -109,8 +110,10 @@ class ShareHolder:
             self._ask_soon()
 
     async def prepare(self, adapter_id: str, answers: int) -> None:
-        """Ask for a share before an adapter's request comes to the engine, if there is none; the request may come
-        whatever was answered, and waits in the engine's queue."""
+        """Ask for a larger share, if needed, before an adapter's request goes to the engine.
+
+        Whatever the answer, the request may then go to the engine, where it waits in the queue.
+        """
         holding = self._holdings.get(adapter_id)
         if holding is None or self._ask is None:
             return
@@ -119,7 +122,7 @@ class ShareHolder:
         try:
             wanted = self._note_wanted(adapter_id, holding)
             has_too_few = holding.told.max_running is not None and wanted > holding.told.max_running
-            # Where more was asked for already and not granted, asking again with each request would not help.
+            # If more was already asked for and not granted, asking again with each request does not help.
             if has_too_few and holding.asked_for <= (holding.told.max_running or 0):
                 if holding.told.is_nothing:
                     await self._ask()
@@ -129,10 +132,10 @@ class ShareHolder:
             holding.pending -= answers
 
     def question(self) -> dict[str, Any]:
-        """Return what the registry is asked with the next lease, as JSON."""
+        """Return the question to send with the next lease renewal, as JSON."""
         self._asked += 1
         self._end_if_over()
-        # Requests that were not announced count as well.
+        # Requests that `prepare` did not announce count as well.
         live = self._engine.in_flight.by_adapter
         self._active |= {name: self._holdings[name] for name in live if name in self._holdings}
         reports = []
@@ -153,13 +156,13 @@ class ShareHolder:
         return {"number": self._asked, "shares": reports[:MAX_SHARES]}
 
     def on_answer(self, answer: Any, until_s: float) -> None:
-        """Take over what this server may hold.
+        """Apply the shares that the registry grants.
 
         Args:
-            until_s: when the lease is over, by the clock of this server.
+            until_s: time at which the lease ends, by this server's clock.
 
         Raises:
-            ValueError: that is no answer.
+            ValueError: the answer is malformed.
         """
         answers = ShareAnswers.model_validate(answer)
         if answers.number != self._asked:
@@ -175,7 +178,7 @@ class ShareHolder:
                 self._start_telling(adapter_id, share)
 
     def _end_if_over(self) -> None:
-        """End all shares if their time is over; requests without an output are refused when the lease is over, too."""
+        """End all shares if their time is over. When the lease ends, too, requests without an output are refused."""
         if self._clock() < self._until_s:
             return
         self._until_s = math.inf
@@ -192,11 +195,11 @@ class ShareHolder:
         )
         for adapter_id in self._active:
             self._engine.in_flight.abort_unanswered(adapter_id, error)
-        # Some may have been on their way.
+        # Repeat it for requests that were on their way to the engine.
         self._timer = asyncio.get_running_loop().call_later(RENEW_S, self._refuse_unanswered)
 
     def _note_wanted(self, adapter_id: str, holding: _Holding) -> int:
-        """Return how many requests want to run, or did a moment ago."""
+        """Return the most requests that ran or waited at once, in this period and the previous one."""
         now_s = self._clock()
         counts = self._engine.in_flight.by_adapter.get(adapter_id)
         live = (sum(counts.values()) if counts else 0) + holding.pending
@@ -213,7 +216,8 @@ class ShareHolder:
         task.add_done_callback(self._telling.discard)
 
     def _tell(self, adapter_id: str, share: LimitShare) -> Coroutine[Any, Any, None]:
-        """Tell the engine a share; what it uses then is what this server holds. Until then it holds both."""
+        """Tell the engine a share. Until it confirms, this server holds the union of the old and the new share; then,
+        what the engine still uses."""
         holding, number = self._holdings.get(adapter_id), 0
         if holding is not None:
             holding.held, holding.told = holding.held.union(share), share
@@ -237,10 +241,10 @@ class ShareHolder:
             return
         before, holding.held, holding.is_ending = holding.held, used, False
         if used != share:
-            # Requests run that the share does not allow: until they end.
+            # Some running requests exceed the share: ask again until they have ended.
             asyncio.get_running_loop().call_later(TELL_AGAIN_S, self._tell_again, adapter_id, holding, number)
         elif _is_less(used.max_running, before.max_running):
-            # Others may have it at once.
+            # Report it at once, so that other servers may get what this one gave up.
             self._ask_soon()
 
     def _tell_again(self, adapter_id: str, holding: _Holding, number: int) -> None:

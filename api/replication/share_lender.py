@@ -10,39 +10,42 @@ from api.replication.shares import ShareQuestion, ShareReport, divide
 from lorasrv.config import NO_SHARE, LimitShare
 
 TURN_S = 4.0
-"""Where a limit is too small for all servers, one that got something of it keeps that so long before the next."""
+"""If a limit is too small for all servers, the time for which one keeps its share before the next one gets it."""
 HERE = ""
 """Name of the registry's own engine among its followers."""
 _LEAST = 1e-6
-"""A smaller part of a rate is an error of floating point."""
+"""A smaller part of a rate is a rounding error."""
 
 
 @dataclass(slots=True)
 class _Claim:
-    """Hold what one server may be using of an adapter's limits, at most, and what it wants."""
+    """Hold the most that one server may be using of an adapter's limits, and what it wants."""
 
     report: ShareReport
-    # Whether it has what it needs to run one request, or the beams of one; since when.
+    # Whether it has enough to run one request, or all beams of one, and since when this has been so.
     is_served: bool
     since_s: float
 
     def precedence(self, now_s: float) -> tuple[int, float]:
-        """Return the order in which servers get what is not enough for all: who has just got something, who has waited
-        longest, who has had it longest."""
+        """Return the sort key of servers if a limit is not enough for all.
+
+        First servers that were served less than `TURN_S` ago, then unserved ones, the longest wait first, then the
+        other served ones, the most recently served first.
+        """
         if not self.is_served:
             return 1, self.since_s
         return (0, self.since_s) if now_s - self.since_s < TURN_S else (2, -self.since_s)
 
 
 class ShareLender:
-    """Say what each server may hold. For the event loop's thread.
+    """Decide which share each server may hold. For the event loop's thread.
 
-    Nothing is granted before all who may hold anything have told it: the registry's own engine, and after a start the
-    followers of the process before, or until their leases are over.
+    Nothing is granted until every server that may hold a share has reported it: the registry's own engine and, after a
+    restart, the followers of the previous process, unless their leases have ended.
 
     Args:
-        leases: of the followers.
-        limits_of: returns the limits that an adapter's record has, by name.
+        leases: leases of the followers.
+        limits_of: returns an adapter's recorded limits by name.
     """
 
     def __init__(
@@ -52,22 +55,22 @@ class ShareLender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leases, self._limits_of, self._clock = leases, limits_of, clock
-        # Of each server's latest question.
+        # Number of each server's latest question.
         self._numbers: dict[str, int] = {}
-        # By adapter, then by server.
+        # By adapter id, then by server.
         self._claims: dict[str, dict[str, _Claim]] = {}
         self._claimed: dict[str, list[str]] = {}
 
     def lend(self, server: str, question: ShareQuestion) -> dict[str, Any]:
-        """Take over what a server holds, and return what it may hold, as JSON."""
+        """Record the shares that a server reports, and return those that it may hold, as JSON."""
         for gone in self._numbers.keys() - {HERE, *self._leases.replicas()}:
             self._take_out(gone)
             del self._numbers[gone]
         if question.number <= self._numbers.get(server, -1):
-            # A later one came first: this answer is not waited for.
+            # A later question came first: the server ignores this answer.
             return {"number": question.number, "shares": []}
         self._numbers[server] = question.number
-        # An answer that did not arrive never will: the server holds what it says.
+        # After this question, earlier answers are ignored: the server holds what it reports.
         before = self._take_out(server)
         self._claimed[server] = [report.adapter_id for report in question.shares]
         for report in question.shares:
@@ -83,7 +86,7 @@ class ShareLender:
         return {"number": question.number, "shares": answers}
 
     def _take_out(self, server: str) -> dict[str, _Claim]:
-        """Forget what a server claims; return it."""
+        """Remove and return a server's claims by adapter id."""
         found = {}
         for adapter_id in self._claimed.pop(server, ()):
             claims = self._claims[adapter_id]
@@ -99,7 +102,7 @@ class ShareLender:
         return _Claim(report, is_served, before.since_s if before is not None and goes_on else self._clock())
 
     def _share(self, server: str, adapter_id: str) -> LimitShare | None:
-        """Return what a server may hold of an adapter's limits; None: there are none."""
+        """Return the share that a server may hold of an adapter's limits; None: the adapter has no limits."""
         limits = self._limits_of(adapter_id)
         most, rate = limits.get("max_running"), limits.get("tokens_per_s")
         if most is None and rate is None:
@@ -115,13 +118,13 @@ class ShareLender:
             wanted, together = ([getattr(reports[n], of) for n in askers] for of in ("wanted", "together"))
             parts = divide(int(most), wanted, together)
             weights = {name: max(part, held[name]) for name, part in zip(askers, parts, strict=True)}
-            # What is not wanted now goes to the servers whose requests come next.
+            # Divide what nobody wants now among the servers that ask, for their next requests.
             spare, rest = divmod(int(most) - sum(parts), len(askers)) if askers else (0, 0)
             targets = {
                 name: part + spare + (place < rest)
                 for place, (name, part) in enumerate(zip(askers, parts, strict=True))
             }
-            # What servers further forward have not had yet is not free.
+            # What servers before this one have not received yet is not free.
             before = askers[: askers.index(server)] if server in targets else askers
             owed = sum(max(0, targets[name] - held[name]) for name in before)
             running = int(self._part(most - owed, targets.get(server, 0), held, server))
@@ -132,14 +135,14 @@ class ShareLender:
         return NO_SHARE if running == 0 or part < _LEAST * rate else LimitShare(running, part)
 
     def _part(self, limit: float, target: float, held: Mapping[str, float], server: str) -> float:
-        """Return what a server may hold of one limit: its target, but no more than it has and what is free."""
+        """Return what a server may hold of one limit: its target, at most what it holds plus what is free."""
         is_known = HERE in self._numbers and self._leases.are_all_known
         free = limit - sum(held.values()) if is_known else 0.0
         return min(target, held[server] + max(0.0, free))
 
 
 def _running(report: ShareReport, most: float) -> float:
-    """Return how many requests may run at a server, which may not have heard yet that there is a limit."""
+    """Return how many requests may run at a server; it may not have learned yet that there is a limit."""
     return max(report.wanted, most) if report.max_running is None else report.max_running
 
 

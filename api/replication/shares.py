@@ -1,10 +1,11 @@
-"""Shares of an adapter's limits, so that all servers that follow a registry keep `max_running` and `tokens_per_s`.
+"""Shares of an adapter's limits, so that a registry and its followers together keep `max_running` and `tokens_per_s`.
 
-A share is how many requests of an adapter may run at a server, and how many tokens a second it may compute for them.
-With its lease a server tells what it holds of each limit and how many requests it has, and is told what it may hold.
-Only what no server holds is granted, and a server gives up what it holds only once its engine has stopped using
-it. So the sum of all shares is the limit at most, whatever happens to messages. Shares end `GRACE_S` before the lease:
-requests that run then go on, and none begins; what they use is claimed when the registry can be reached again.
+A share is the number of requests of an adapter that may run at a server, and the tokens per second that the server may
+compute for them. With each lease renewal a server reports the shares that it holds and the number of its requests, and
+the answer says which shares it may hold. The registry grants only what no server holds, and a server gives up a share
+only once its engine has stopped using it. So the sum of all shares never exceeds the limit, even if messages are lost.
+Shares end `GRACE_S` before the lease. Running requests then continue, and no new ones begin; what they use is claimed
+when the registry can be reached again.
 """
 
 import heapq
@@ -17,23 +18,24 @@ from adapter_store.registry.references import MAX_ID_CHARS
 from lorasrv.config import MAX_VALUE, LimitShare
 
 GRACE_S = 5.0
-"""An engine stops using a share so long before the registry may lend it to others; it is told between two steps."""
+"""Time between the end of a share and that of the lease, after which the registry may lend it to others. The engine
+needs it because it is told only between two steps."""
 SHARED_LIMITS = frozenset({"max_running", "tokens_per_s"})
-"""Limits of adapters that all servers keep together; the others are those of each engine."""
+"""Limits of adapters that apply to all servers together; the other limits apply to each engine."""
 MAX_SHARES = 20_000
 _Requests = Annotated[int, Field(ge=0, le=MAX_VALUE)]
 _Rate = Annotated[float, Field(ge=0, le=MAX_VALUE, allow_inf_nan=False)]
 
 
 class ShareReport(NamedTuple):
-    """Tell the registry what a server holds of an adapter's limits, as a list of JSON; None: all."""
+    """Report to the registry what a server holds of an adapter's limits, as a JSON list; None: the whole limit."""
 
     adapter_id: Annotated[str, Field(max_length=MAX_ID_CHARS)]
     max_running: _Requests | None
     tokens_per_s: _Rate | None
-    # Requests that run or wait, or did a moment ago.
+    # Requests that run or wait, or recently did.
     wanted: _Requests
-    # Beams of the widest search among them, which must run together; 1 without one.
+    # Beams of the widest beam search among them, which must run together; 1 if there is none.
     together: Annotated[int, Field(ge=1, le=MAX_VALUE)] = 1
 
     @property
@@ -42,17 +44,17 @@ class ShareReport(NamedTuple):
 
 
 class ShareQuestion(BaseModel):
-    """Hold all shares of a server."""
+    """Report all shares of a server."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Counts the questions of a server, from 1.
+    # Sequence number of the server's questions, from 1.
     number: Annotated[int, Field(ge=0, le=MAX_VALUE)]
     shares: Annotated[Sequence[ShareReport], Field(max_length=MAX_SHARES)] = ()
 
 
 class ShareAnswer(NamedTuple):
-    """Tell a server what it may hold of an adapter's limits, as a list of JSON; None: all."""
+    """Tell a server what it may hold of an adapter's limits, as a JSON list; None: the whole limit."""
 
     adapter_id: str
     max_running: _Requests | None
@@ -60,10 +62,10 @@ class ShareAnswer(NamedTuple):
 
 
 class ShareAnswers(BaseModel):
-    """Hold what is answered to a question of that number.
+    """Answer the question of the same number.
 
     Raises:
-        ValueError: that is no answer of this version's registry.
+        ValueError: not an answer of a registry of this version.
     """
 
     number: int
@@ -71,14 +73,15 @@ class ShareAnswers(BaseModel):
 
 
 def divide(most: int, wanted: Sequence[int], together: Sequence[int]) -> list[int]:
-    """Divide a number into parts as equal as what is wanted of it allows, the first before the others.
+    """Divide a number into parts that are as equal as possible; earlier parts come first.
 
     Args:
-        wanted: of each part, its most.
-        together: what a part must have to be of use. Each gets that, in their order, before any gets more.
+        most: the number to divide.
+        wanted: largest useful size of each part.
+        together: smallest useful size of each part. Each part gets it, in order, before any part gets more.
 
     Returns:
-        The parts, `most` at most in all.
+        The parts; their sum is at most `most`.
     """
     parts, left = [0] * len(wanted), most
     for place, (want, least) in enumerate(zip(wanted, together, strict=True)):

@@ -1,7 +1,6 @@
-"""An engine's place in a server that keeps a store and answers no prompts: a registry without an engine.
+"""Replacement of the engine in a registry, a server that keeps a store and answers no prompts.
 
-What checks adapters and personas is the real one (tokenizer, chat template, grammars); everything that would compute is
-refused.
+Its tokenizer, chat template and grammars, which check adapters and personas, are real; it refuses all computation.
 """
 
 import asyncio
@@ -34,12 +33,12 @@ _PAGE_TOKENS = 16
 
 
 class StoreEngine:
-    """Stand for an engine, as `ServedEngine` declares what a server calls on one.
+    """Implement `ServedEngine` without computing anything.
 
     Args:
-        checkpoint: the base that adapters and personas are checked for.
-        max_model_len: tokens of prompt and answer together; None: as many as the base takes.
-        store: the adapters, which may have tokens of their own.
+        checkpoint: the base model against which adapters and personas are checked.
+        max_model_len: most tokens of prompt and answer together; None: the base's limit.
+        store: the adapters, which may have their own tokens.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class StoreEngine:
 
     @classmethod
     def build(cls, options: ModelOptions, store: AdapterStore) -> Self:
-        """Read what the checkpoint says of its tokenizer and shapes; no weights.
+        """Read a checkpoint's tokenizer and shapes, but no weights.
 
         Raises: ModelError.
         """
@@ -93,7 +92,7 @@ class StoreEngine:
         """Do nothing: the followers apply limits."""
 
     async def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
-        """Return that nothing is used."""
+        """Return `NO_SHARE`: nothing is used."""
         return NO_SHARE
 
     async def own_tokenizer(self, adapter: AdapterKey | None) -> Tokenizer | None:
@@ -101,14 +100,14 @@ class StoreEngine:
         return None if self._own_tokenizers is None else await asyncio.to_thread(self._own_tokenizers.of, adapter)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
-        """Return where it is: nothing is pinned."""
+        """Return the adapter's tier: disk, since nothing is pinned."""
         return AdapterStatus(AdapterTier.DISK)
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
-        """Do nothing: there are no answers."""
+        """Do nothing: no answers are kept."""
 
     async def find_snapshot(self, adapter: AdapterKey | None, prefix: object, token_ids: Sequence[int]) -> None:
-        """Return that there is none."""
+        """Return None: there are no snapshots."""
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
         return AdapterTier.DISK
@@ -117,7 +116,7 @@ class StoreEngine:
         return []
 
     def check_computes(self) -> None:
-        """Refuse what would be answered later.
+        """Refuse work that would be computed later, such as batches.
 
         Raises: NoEngine.
         """
@@ -127,7 +126,7 @@ class StoreEngine:
         )
 
     def check_admission(self, principal: str) -> None:
-        """Refuse, before any work is done for a request.
+        """Refuse a request before any work is done for it.
 
         Raises: NoEngine.
         """

@@ -1,4 +1,4 @@
-"""Have the registry count what this server has counted: each batch of the ledger until the registry has it."""
+"""Send the usage that this server has counted to the registry: each batch of the ledger until the registry has it."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,9 @@ _FAILURES = (AdapterError, sqlite3.Error, OSError)
 class UsageSender:
     """Send a ledger's batches in order, one at a time. For the event loop's thread.
 
-    A batch whose answer was lost is sent again, with the same number: the registry counts it once. One that the
-    registry refuses waits until a later one is counted, and is set aside then; a registry that refuses every batch, as
-    an older version may, is tried again until it counts them.
+    A batch whose answer was lost is sent again with the same number, and the registry counts it once. A refused batch
+    waits until a later one is counted, and is then set aside. If the registry refuses every batch, as an older version
+    may, all are sent again until it counts them.
     """
 
     def __init__(self, ledger: Ledger, client: RegistryClient) -> None:
@@ -30,11 +30,11 @@ class UsageSender:
         self._is_failing = False
 
     def start(self) -> None:
-        """Begin to send, also what an earlier start has left."""
+        """Begin to send, including batches left by an earlier process."""
         self._sending = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Send what is left if the registry answers at once; the next start of a server on this folder has the rest."""
+        """Send what is left if the registry answers soon; the next server that starts on this folder sends the rest."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
