@@ -13,16 +13,16 @@ from lorasrv.errors import InvalidLimits
 
 
 class LimitingEngine(Protocol):
-    """Declare what enforces limits; `AsyncEngine` implements it."""
+    """Declare the engine's interface for limits; `AsyncEngine` implements it."""
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None: ...
 
 
 class AdapterLimits:
-    """Apply the store's limits of each id in the engine; unset limits have the server's defaults.
+    """Apply the store's limits of each id in the engine; unset limits get the server's defaults.
 
     Args:
-        shares: told which adapters have limits of their own.
+        shares: told which adapters have their own limits.
     """
 
     def __init__(self, engine: LimitingEngine, store: AdapterStore, defaults: Limits, shares: ShareHolder) -> None:
@@ -58,8 +58,8 @@ class AdapterLimits:
 
         Raises: EngineDead.
         """
-        # No await between reading and sending: of two changes, the one sent last includes both. The share goes first,
-        # so that no request runs with the limits of all servers.
+        # No await between reading and sending: of two changes, the one sent last includes both. The share is set first,
+        # so that no request uses the whole limits, which all servers share.
         own = self._store.limits(adapter_id)
         limiting = self._engine.set_limits(adapter_id, self._merged(own))
         await asyncio.gather(self.shares.set_limited(adapter_id, own), limiting)

@@ -22,7 +22,7 @@ AddPrompt = Callable[[Prompt], "Awaitable[Sequence[RequestStream]]"]
 
 
 class AdmittingEngine(Protocol):
-    """Declare what refuses requests early; `AsyncEngine` implements it."""
+    """Declare the engine's early check of requests; `AsyncEngine` implements it."""
 
     def check_admission(self, principal: str) -> None: ...
 
@@ -54,11 +54,11 @@ class AdmissionController:
             caller: caller whose limits apply.
             prompts: texts, or token ids.
             width: number of answers per prompt.
-            begin: work that is done once for all prompts, such as compiling a grammar, while the request already
-                counts.
+            begin: does work once for all prompts, such as compiling a grammar, when the request already counts, and
+                returns the function that adds a prompt.
         Returns: the answers, `width` per prompt.
         Raises:
-            EngineOverloaded, LimitExceeded: not now; names the limit.
+            EngineOverloaded, LimitExceeded: it cannot be admitted now; the error names the limit.
             InvalidRequest: the request exceeds the key's limits or the context, so it can never be admitted.
             LorasrvError, AdapterError: from `begin` or the engine.
         """

@@ -1,7 +1,7 @@
-"""The events of one streamed answer, in any protocol: read one after another, or written as the engine's outputs come.
+"""The events of one streamed answer, in any protocol: iterated over, or written as the engine's outputs come.
 
-Most tokens of a stream take the short way: from the engine's outputs to the connection in one call, without waking the
-task of the request. That task waits for the others: for what a slow client could not be sent, for the end, for errors.
+Most tokens of a stream take the fast path: from the engine's outputs to the connection in one call, without waking the
+request's task. That task handles the rest: outputs that a slow client could not take yet, the end, and errors.
 """
 
 from collections.abc import AsyncGenerator
@@ -22,20 +22,20 @@ class EventWriter(Protocol):
         """Return the events of a choice's output; b"" if it has none."""
 
     def end(self) -> bytes:
-        """Return what follows the events of the last output."""
+        """Return the closing events."""
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last events of an answer that has failed."""
+        """Return the closing events of a failed answer."""
 
 
 class AnswerEvents:
-    """Stream one answer, without what its client has from another replica."""
+    """Stream one answer, without the events that its client already has from another replica."""
 
     def __init__(self, choices: ChoiceStream, writer: EventWriter) -> None:
         self._choices, self._writer = choices, writer
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield what `push_to` has not written."""
+        """Yield the events that `push_to` has not written."""
         try:
             async for index, output in self._choices:
                 events = self._writer.write(index, output)

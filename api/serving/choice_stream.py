@@ -14,14 +14,14 @@ from lorasrv.outputs import CLIENT, FinishReason, OutputStream, RequestOutput
 class ChoiceStream:
     """Iterate over (choice index, output), with `width` choices per prompt, until the last choice ends.
 
-    A choice that fails fails all of them.
+    If one choice fails, all fail.
 
-    With `is_marked`, `mark` tells the tokens of the outputs that were taken, and whether the server is draining. With
-    `is_resumed`, the first output repeats what another replica has answered. `named` is told an error of a choice, and
-    returns what the client is told.
+    With `is_marked`, `mark` reports the tokens of the outputs taken so far, and whether the server is draining. With
+    `is_resumed`, the first output repeats what another replica has answered. `named` turns an error of a choice into
+    the error that the client gets.
 
-    A single stream is read as it is. Of several, each has a task that waits for its next output, and then until it is
-    taken: for a slow client little is buffered. Must be closed, also at the end.
+    A single stream is read directly. Of several streams, each has a task that reads one output and waits until it is
+    taken, so little is buffered for a slow client. Must be closed, even after the end.
 
     Raises (from iteration):
         LorasrvError, AdapterError, ApiError: a choice failed; earlier outputs are not an answer.
@@ -56,14 +56,14 @@ class ChoiceStream:
         ]
 
     def first_outputs(self) -> list[RequestOutput]:
-        """Return, for each prompt, the latest output of its first choice that has any."""
+        """Return, for each prompt, the latest output of the first of its choices that has one."""
         indices = {index // self.width: index for index in sorted(self.latest, reverse=True)}
         return [self.latest[indices[prompt]] for prompt in sorted(indices)]
 
     @property
     def is_repeated(self) -> bool:
-        """Return whether the client has the output that was read last from another replica: the first one of a resumed
-        answer holds all earlier tokens."""
+        """Return whether the client already has the last output that was read, from another replica: a resumed answer's
+        first output, which holds all earlier tokens."""
         return self.is_resumed and self.num_taken == 1
 
     def __aiter__(self) -> "ChoiceStream":
@@ -79,11 +79,11 @@ class ChoiceStream:
         return index, output
 
     def pass_to(self, write: Callable[[int, RequestOutput], None], can_write: Callable[[], bool]) -> None:
-        """Write the outputs of a single choice as they come, but for the last one, while the reader waits. Call it when
-        the first one has been read.
+        """Write the outputs of a single choice, except the last, as they come while the reader waits. Call it after the
+        first output has been read.
 
         Args:
-            can_write: asked before each output; where it says no, the output is the reader's.
+            can_write: asked before each output; if it returns False, the reader gets the output.
         """
         if len(self._streams) > 1:
             return
@@ -99,8 +99,8 @@ class ChoiceStream:
         self._streams[0].pass_to(take)
 
     def mark(self) -> bytes:
-        """Return what an event stream says behind the events of an output, so that it can be resumed behind them: a
-        comment with the tokens since the last one, and another where it had better go on elsewhere. The end has none.
+        """Return the comments to write after an output's events, so that the stream can be resumed from there: the
+        tokens since the last mark, and `: draining` if another replica should continue. After the end: nothing.
         """
         if not self._is_marked or not (self._num_unfinished or self._ahead):
             return b""
@@ -109,16 +109,16 @@ class ChoiceStream:
         return f": tokens {' '.join(map(str, tokens))}\n\n{leaving}".encode()
 
     def mark_failure(self, error: Exception) -> bytes:
-        """Return what an event stream says before its last event if the engine, not the answer, has failed: a comment,
-        so that it goes on elsewhere without that event."""
+        """Return the comment to write before the error event if the engine, not the answer, has failed: another replica
+        then continues the stream without that event."""
         return b": stopping\n\n" if self._is_marked and isinstance(error, EngineDead) else b""
 
     def mark_nothing(self) -> None:
-        """Write no more marks: the answer turned out to be none that can be resumed."""
+        """Stop writing marks: this answer cannot be resumed."""
         self._is_marked = False
 
     async def wait_for_first(self) -> None:
-        """Wait for the first output of this engine, which stays in the stream.
+        """Wait for the first output of this engine, and keep it in the stream.
 
         Raises: as iteration, after closing the stream.
         """
@@ -144,10 +144,10 @@ class ChoiceStream:
         return outputs
 
     async def aclose(self) -> None:
-        """Abort the unfinished choices: for the one that failed, or else because the client has left."""
+        """Abort the unfinished choices, with the cause of the failure, or else because the client has left."""
         for pump in self._pumps:
             pump.cancel()
-        # Before anything slow is awaited, so that a cancelled close has still aborted every request.
+        # First, before anything slow is awaited: even a cancelled close then aborts every request.
         for stream in self._streams:
             await stream.aclose(self._closed_for)
         await asyncio.gather(*self._pumps, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Check what shows of a persona's defaults without an engine: each field, and fields that contradict each other."""
+"""Check a persona's defaults as far as possible without an engine: each field, and contradictions between fields."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +28,8 @@ class FieldChecks:
         vocab_size: number of tokens of the base, or of an adapter that has more.
 
     Attributes:
-        problems: what is wrong.
-        grammars: what has still to be compiled.
+        problems: the faults found.
+        grammars: grammars that must still be compiled.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -51,14 +51,14 @@ class FieldChecks:
 
     @contextmanager
     def faults_of(self, field: str | None) -> Iterator[None]:
-        """Note what is wrong with a field, and go on."""
+        """Record an InvalidRequest raised in the block as a fault of a field, and continue."""
         try:
             yield
         except InvalidRequest as error:
             self.problems.add(INVALID, error.param or field or "", str(error))
 
     def _parsed(self, given: Mapping[str, Any]) -> Defaults:
-        """Return the fields that are valid by themselves."""
+        """Return the fields that are valid on their own; record the others' faults."""
         try:
             return Defaults.model_validate(dict(given))
         except ValidationError as error:
@@ -90,7 +90,7 @@ class FieldChecks:
         return defaults if is_right else defaults.model_copy(update=dict.fromkeys(TOOL_FIELDS))
 
     def _sampling(self, defaults: Defaults) -> None:
-        """Check ranges as those of requests: each field alone, then all together."""
+        """Check ranges as for requests: each field alone, then all together."""
         given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
         is_constrained = _chat(defaults).is_constrained
         before = len(self.problems)
@@ -122,6 +122,6 @@ class FieldChecks:
 
 
 def _chat(defaults: Defaults) -> ChatBody:
-    """Return a chat of one turn whose answer has the form that the defaults say."""
+    """Return a chat of one turn with the defaults' answer format and tools."""
     form = {name: getattr(defaults, name) for name in FORM_FIELDS}
     return ChatBody.model_validate({"messages": [TURN]}).model_copy(update=form)

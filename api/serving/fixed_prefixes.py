@@ -1,7 +1,8 @@
-"""Find the beginning of a persona's prompt that is the same in all its requests, up to the first `{{user}}` or turn.
+"""Find the fixed beginning of a persona's prompt, the same in all its requests: up to the first `{{user}}` or turn.
 
-It is what two prompts with other names and turns have in common. Its pages are shared by all API keys, and kept on the
-disk, where nothing of a client's is in them; so only requests have it whose client wrote none of it.
+It is computed as the common prefix of two prompts with different names and turns. Its pages are shared by all API keys
+and kept on disk, so they must contain nothing that a client wrote. A request therefore uses them only if its client
+wrote no part of this beginning.
 """
 
 import threading
@@ -36,7 +37,7 @@ class PrefixTokens:
 
 
 class PrefixEngine(ChatEngine, Protocol):
-    """Declare what fixed prefixes are rendered with; `AsyncEngine` implements it."""
+    """Declare the engine's interface for rendering fixed prefixes; `AsyncEngine` implements it."""
 
     page_size_tokens: int
 
@@ -44,17 +45,17 @@ class PrefixEngine(ChatEngine, Protocol):
 
 
 class FixedPrefixes:
-    """Render fixed prefixes, keeping those used last. Safe to use from many threads."""
+    """Render fixed prefixes and cache the most recently used. Thread-safe."""
 
     def __init__(self, engine: PrefixEngine, personas: Personas) -> None:
         self._engine = engine
         self._personas = personas
         self._lock = threading.Lock()
-        # By the day too, as templates may write it.
+        # The date is part of the key, because templates may write it.
         self._known: LRUCache[tuple[AdapterRef, str], PrefixTokens | None] = LRUCache(MAX_CACHED)
 
     async def of_prompt(self, persona: AppliedPersona | None, prompt: object) -> FixedPrefix | None:
-        """Return what a prompt begins with of its persona's own; None if that is not all that is fixed.
+        """Return the persona's fixed prefix if a prompt begins with all of it, else None.
 
         Raises:
             AdapterNotFound: the version was deleted.
@@ -67,7 +68,7 @@ class FixedPrefixes:
         return found.prefix
 
     async def of_version(self, ref: AdapterRef) -> PrefixTokens | None:
-        """Return the fixed prefix of a version; None if it has no prompt, or less than a page is fixed.
+        """Return the fixed prefix of a version; None if it has no prompt, or if the prefix is shorter than a page.
 
         Raises:
             AdapterNotFound: the version was deleted.

@@ -1,7 +1,7 @@
 """Format log-probabilities for OpenAI's clients: for chat, and in the older form for plain completions.
 
-Text and log-probabilities are sent together: a token waits until the text at its beginning, or the end, is sent. Tokens
-of a removed stop string are not sent. With `echo`, the prompt is returned with the position of each token in its text.
+A token is sent with the text in which it begins, at the latest at the end of the answer. Tokens of a removed stop
+string are not sent. With `echo`, the prompt is returned with the position of each token in its text.
 """
 
 import math
@@ -33,7 +33,7 @@ class PlacedToken(NamedTuple):
 class ShownTokens:
     """Assign the tokens of one choice to the pieces of its text."""
 
-    # Characters in front of the answer.
+    # Number of characters in front of the answer.
     shift: int = 0
     _num_shown: int = 0
     _waiting: list[PlacedToken] = field(default_factory=list)
@@ -91,7 +91,7 @@ class LogprobsFormatter:
         }
 
     def _legacy_top(self, one: TokenLogprobs, top: int) -> Json:
-        # Likelier tokens first: the first one wins where two have the same spelling.
+        # Likelier tokens first; reversed, so that of two tokens with the same spelling the likelier wins.
         pairs = [*one.top[:top], (one.token_id, one.logprob)]
         return {self._legacy(token): finite(value) for token, value in reversed(pairs)}
 
@@ -129,7 +129,7 @@ def finite(logprob: float) -> float:
 
 
 def mean_logprob(outputs: Sequence[RequestOutput]) -> float:
-    """Return the mean over all tokens of an answer, by which OpenAI and TGI rank `best_of`."""
+    """Return the mean log-probability over all tokens of an answer, by which OpenAI and TGI rank `best_of`."""
     known = [one.logprob for output in outputs for one in output.logprobs]
     return math.fsum(known) / max(1, len(known))
 
@@ -145,7 +145,7 @@ class PromptEcho:
 
     @classmethod
     def of(cls, prompt: str | Sequence[int], tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> "PromptEcho":
-        """Build from a text as sent, or from token ids as their text, special tokens included."""
+        """Build from a text, which is returned as sent, or from token ids, whose text includes special tokens."""
         if isinstance(prompt, str):
             return cls._of_text(prompt, tokenizer, add_special_tokens)
         detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)
@@ -162,7 +162,7 @@ class PromptEcho:
         plain = cls.of(tokenizer.encode(text, add_special_tokens=False), tokenizer)
         at = next((n for n in range(len(ids)) if ids[n] == plain.token_ids[0]), 0) if plain.token_ids else 0
         if plain.text == text and list(ids[at : at + len(plain.token_ids)]) == plain.token_ids:
-            # The library's own offsets leave out a leading blank of a token.
+            # The tokenizer library's own offsets leave out a token's leading blank.
             offsets[at : at + len(plain.offsets)] = plain.offsets
         return cls(text, ids, offsets)
 

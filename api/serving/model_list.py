@@ -1,9 +1,9 @@
-"""Build and cache the list of models as bytes, as clients with a menu request all of it again and again; format
+"""Build and cache the list of models as bytes, because clients with a menu request all of it repeatedly; format
 adapters.
 
 A cached list belongs to one state of the store's names, an immutable mapping that is replaced on change: the same
-mapping object means the same list. For a new state only the changed entries are encoded. The server and commands that
-read a store without one format adapters in the same way.
+mapping object means the same list. For a new state only the changed entries are encoded. Commands that read a store
+without a server format adapters in the same way.
 """
 
 import json
@@ -27,7 +27,7 @@ class _State:
     """Cache one state of the names."""
 
     records: Records
-    # In order.
+    # Sorted.
     ids: Sequence[AdapterId]
     # Each card as JSON.
     cards: Mapping[AdapterId, str]
@@ -36,7 +36,7 @@ class _State:
 
 
 class ModelList:
-    """Return pages of model cards. Thread-safe: a state is replaced as a whole, and at worst built twice.
+    """Return pages of model cards. Thread-safe: a state is replaced atomically, and at worst built twice.
 
     Args:
         card: builds an adapter's card; must depend on the record alone.
@@ -83,8 +83,8 @@ def base_card(name: str, created_s: int, max_model_len: int, weights: Card, *, b
     """Build the model card of the base.
 
     Args:
-        weights: format of the weights, and of a quantized file its method, bits, and whether they are kept exactly.
-        batch_invariant: whether an answer is the same alone and in any batch, to the bit.
+        weights: format of the weights; for a quantized file also its method, bits, and whether they are kept exactly.
+        batch_invariant: whether an answer is bit-identical alone and in any batch.
     """
     return {
         "id": name,
@@ -111,12 +111,12 @@ def adapter_card(base: Card, record: AdapterRecord) -> Card:
 
 
 def digest_text(key: str | None) -> str | None:
-    """Return a digest as responses have it; None for what is not there."""
+    """Return a digest in the form of responses; None for None."""
     return None if key is None else f"sha256:{key}"
 
 
 def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
-    """Describe an id with its versions, aliases and limits; `corrupt` are contents known to be damaged."""
+    """Describe an id with its versions, aliases and limits; `corrupt` holds contents known to be damaged."""
     versions = [
         {
             "version": v.version,

@@ -1,5 +1,5 @@
-"""Resolve `model`, `adapter_id` and `adapters` of a request to the base, one version of an adapter or a sum of some,
-once per request."""
+"""Resolve `model`, `adapter_id` and `adapters` of a request, once, to the base, a version of an adapter or a sum of
+versions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,16 +24,16 @@ class ResolvedModel:
 
     # The client's name for it.
     name: str
-    # The adapter's version; None: the base. Of a sum: the version named first, with the sum's key.
+    # The adapter's version; None: the base. For a sum: the version named first, with the sum's key.
     ref: AdapterRef | None = None
-    # What the request got of the version's defaults; None without defaults.
+    # The version's defaults as applied to the request; None without defaults.
     persona: AppliedPersona | None = None
-    # The versions of a sum: as they were named, or those of a stored one.
+    # The versions of a sum, as the request named them, or of a stored sum.
     components: tuple[Component, ...] = ()
     is_stored: bool = False
-    # Known to the store while this refers to it.
+    # Kept here because the store knows a composition only while it is referenced.
     composition: Composition | None = None
-    # Of an adapter with tokens of its own; None: the base's.
+    # Tokenizer of an adapter with its own tokens; None: the base's.
     own_tokenizer: Tokenizer | None = None
 
     @property
@@ -52,7 +52,7 @@ class ResolvedModel:
 
     @property
     def charged_key(self) -> AdapterKey | None:
-        """Return the content that is charged for a sum, `BASE_KEY` for none; None unless it is a sum."""
+        """Return the content that a sum's usage is charged to, `BASE_KEY` if it has none; None if this is not a sum."""
         if not self.components:
             return None
         return BASE_KEY if self.is_stored else self.components[0].ref.key or BASE_KEY
@@ -65,7 +65,7 @@ class ResolvedModel:
         return replace(self, ref=ref, components=parts, composition=composition, is_stored=True)
 
     def usage(self) -> list[dict[str, Any]] | None:
-        """Return what `usage.lorasrv.adapters` shows: the adapters that were named; None if it was one, or none."""
+        """Return the value of `usage.lorasrv.adapters`: the adapters of a sum that the request named; else None."""
         shown = [
             {"id": c.ref.adapter_id, "version": c.ref.version, "digest": digest_text(c.ref.key), "weight": c.weight}
             for c in self.components
@@ -73,8 +73,8 @@ class ResolvedModel:
         return None if self.is_stored else shown or None
 
     def naming(self, error: Exception) -> Exception:
-        """Return an error about a sum with the name of the component that it is about; of a stored sum, whose parts the
-        caller need not see, without.
+        """Return an error about a sum with the name of the component that caused it. For a stored sum, leave out the
+        name, because the caller may not be allowed to see the parts.
         """
         if self.is_stored and isinstance(error, AdapterNotFound):
             return part_is_gone(self.name)
@@ -99,13 +99,14 @@ def resolve_target(
     base_name: str,
     view: ScopedStore,
 ) -> ResolvedModel:
-    """Resolve the names: `adapter_id` wins if `model` is the base's name, empty or absent; both may name the same.
+    """Resolve the names.
 
-    An empty `model` is the base, as in LoRAX. `adapters` stands alone, or beside the base's name.
+    `adapter_id` counts if `model` is the base's name, empty or absent; both may name the same adapter. An empty `model`
+    means the base, as in LoRAX. `adapters` may be combined with the base's name only.
 
     Raises:
         InvalidRequest: the fields contradict each other, or all are missing: the base never answers by default.
-        NotComposable: a sum is written wrongly.
+        NotComposable: a sum is malformed.
         ModelNotFound: there is no such model; the message has up to three similar names.
     """
     if adapter_id == "":
@@ -128,7 +129,7 @@ def resolve_target(
 
 
 def _sum(parts: Sequence[tuple[str, float]], param: str, base_name: str, view: ScopedStore) -> ResolvedModel:
-    """Resolve a sum; the defaults and accounts of the one named first are its own. What weighs nothing comes last."""
+    """Resolve a sum. It uses the defaults and the accounts of its first version; versions of weight 0 come last."""
     check_weights([weight for _, weight in parts])
     if any(name == base_name for name, _ in parts):
         raise InvalidRequest(f"{base_name!r} is the base, which every sum has; leave it out", param=param)

@@ -1,8 +1,8 @@
 """Drop the oldest turns of a conversation that no longer fits the context.
 
-What stands before the conversation stays: the system prompt and a persona's examples. Turns go in blocks of a quarter
-of the context, counted from the beginning. So the conversation's new beginning stays the same for many turns, and its
-pages are found in the prefix cache; dropped one by one, every turn would change it.
+The system prompt and a persona's examples, which precede the conversation, stay. Turns are dropped in blocks of a
+quarter of the context, counted from the beginning. The conversation's new beginning then stays the same for many turns,
+and its pages are found in the prefix cache. Dropped one by one, every turn would change it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from typing import Any
 
 Plain = dict[str, Any]
 BLOCKS = 4
-"""Blocks of a context."""
+"""Blocks per context."""
 MAX_CONTEXTS = 16
-"""A conversation of more contexts is refused, as counting it would take seconds."""
+"""A conversation longer than this many contexts is refused, because counting its tokens would take seconds."""
 ANSWER_SHARE = 8
-"""The context divided by this is left to an answer without a limit."""
+"""An answer without a limit gets the context divided by this."""
 _NEXT: list[Plain] = [{"role": "user", "content": "."}]
-"""Behind a turn that is measured, so that the template takes it for an earlier one."""
+"""Appended to a turn that is measured, so that the template renders it as an earlier turn."""
 
 
 def room_for_prompt(max_model_len: int, max_tokens: int | None) -> int:
-    """Return how many tokens a prompt may have if its answer is to fit, too."""
+    """Return the most tokens that a prompt may have so that its answer fits, too."""
     return max_model_len - (max_model_len // ANSWER_SHARE if max_tokens is None else max_tokens)
 
 
@@ -33,17 +33,17 @@ def fitted(
     encode: Callable[[Sequence[Plain]], list[int]],
     encode_bare: Callable[[Sequence[Plain]], list[int]],
 ) -> tuple[list[int], int]:
-    """Return a prompt that fits, and how many turns were dropped for it.
+    """Return a prompt that fits, as token ids, and the number of turns dropped for it.
 
-    Prompts are measured as the template renders them, as it may leave out part of a message (earlier thoughts). The
-    last turn is never dropped: if it does not fit alone, its prompt is returned all the same.
+    Prompts are measured as the template renders them, because it may leave out part of a message (earlier thoughts).
+    The last turn is never dropped: if it does not fit alone, its prompt is returned nevertheless.
 
     Args:
         messages: the conversation for a chat template.
-        num_fixed: how many of the first messages stay.
-        room: the most tokens of the prompt.
+        num_fixed: number of first messages that stay.
+        room: most tokens of the prompt.
         encode: renders messages as token ids.
-        encode_bare: the same without what stands before every conversation, as tools.
+        encode_bare: the same without the tools, or whatever else the template puts before every conversation.
     """
     fixed, turns = list(messages[:num_fixed]), split_turns(messages[num_fixed:])
     ids = encode(messages)
@@ -63,7 +63,7 @@ def fitted(
 
 
 def split_turns(messages: Sequence[Plain]) -> list[list[Plain]]:
-    """Return the conversation's turns; each begins with what the user says, except the first."""
+    """Return the conversation's turns; each but the first begins with a user message."""
     turns: list[list[Plain]] = []
     for message in messages:
         if not turns or message["role"] == "user":

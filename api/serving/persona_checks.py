@@ -1,4 +1,4 @@
-"""Check a persona's defaults before they are stored: as a request would use them, with every fault in one answer."""
+"""Check a persona's defaults before they are stored, as a request would use them; report all faults at once."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class CheckedDefaults:
     warnings: tuple[str, ...]
 
     def report(self) -> dict[str, Any]:
-        """Return what the uploader is told."""
+        """Return the fields for the upload's response."""
         return {"prompt_tokens": self.prompt_tokens, "warnings": list(self.warnings)}
 
 
@@ -49,7 +49,7 @@ async def check_defaults(
         own: tokenizer of the version's weights; None: the base's.
 
     Raises:
-        AdapterInvalid: with every fault found.
+        AdapterInvalid: names every fault found.
     """
     check = _Check(services.engine, own)
     defaults = await services.in_thread(dict(given), partial(check.fields, given), view.caller)
@@ -75,7 +75,7 @@ def _pinned(component: Component) -> dict[str, Any]:
 
 
 class _Check(FieldChecks):
-    """Collect the faults of one persona's defaults, as a request to this engine would meet them."""
+    """Collect the faults of one persona's defaults that a request to this engine would meet."""
 
     def __init__(self, engine: ChatEngine, own: Tokenizer | None) -> None:
         super().__init__(vocab_size_of(engine, own))
@@ -84,7 +84,7 @@ class _Check(FieldChecks):
         self.prompt_tokens: int | None = None
 
     def fields(self, given: Mapping[str, Any]) -> Defaults:
-        """Check everything but whether grammars compile and adapters have a sum; return the fields that are valid."""
+        """Check everything except the compilation of grammars and the sum of adapters; return the valid fields."""
         defaults = super().fields(given)
         self._control_tokens(defaults)
         if defaults.system_prompt is not None:
@@ -94,8 +94,8 @@ class _Check(FieldChecks):
         return defaults
 
     def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:
-        """Return the versions of a sum, checked whether they have one; those that exist if not. What has no weights is
-        left to `Personas.check_stored`, which knows why."""
+        """Return the versions of a sum that exist, and check that they can be summed. `Personas.check_stored` reports
+        versions without weights."""
         found = []
         for number, each in enumerate(adapters):
             try:
@@ -126,7 +126,7 @@ class _Check(FieldChecks):
                 self.problems.add(INVALID, place, f"{show(tokens[0])} is a special token, not a text")
 
     def _early(self, text: str) -> None:
-        """Warn of what changes early in the prompt: only what stands before it is the same for all requests."""
+        """Warn of text that varies early in the prompt: only the part before it is the same for all requests."""
         half = len(text) // 2
         if 0 <= text.find(USER) < half:
             self.warnings.append(f"{USER} stands early in system: what follows is computed for each user again")
@@ -136,7 +136,7 @@ class _Check(FieldChecks):
     def _prompt(self, defaults: Defaults) -> None:
         """Render the prompt as a request would."""
         names = [*PROMPT_FIELDS]
-        # A schema stands beside tools, if the template's calls can be told from it.
+        # A schema may be combined with tools if the template's tool calls can be told from it.
         names += ["response_format"] if any(grammar.schema is not None for grammar in self.grammars) else []
         fields = {name: getattr(defaults, name) for name in names}
         stored = StoredPersona(AdapterRef(AdapterId("persona"), 0, None), "", Defaults(**fields), "")
@@ -161,7 +161,7 @@ class _Check(FieldChecks):
                 )
 
     def _room(self, defaults: Defaults) -> None:
-        """Check that the context has room for the answer beside the prompt, of which at least one token is there."""
+        """Check that the context has room for the prompt, of at least one token, and the answer."""
         context, prompt = self._engine.max_model_len, self.prompt_tokens or 1
         for name in ("max_tokens", "min_tokens"):
             if (getattr(defaults, name) or 0) > context - prompt:

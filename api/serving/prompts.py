@@ -8,14 +8,14 @@ from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 
 ALL_THAT_FIT = -1
-"""The value of `truncate_prompt_tokens` that stands for as many tokens as leave room for the answer."""
+"""Value of `truncate_prompt_tokens` that keeps as many tokens as leave room for the answer."""
 
 
 def token_ids(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_model_len: int) -> list[Sequence[int]]:
     """Return the token ids of prompts.
 
     Raises:
-        ContextLengthExceeded: one is too long, judged before tokenizing any.
+        ContextLengthExceeded: a prompt is too long; checked before tokenizing any.
     """
     check_lengths(prompts, tokenizer, max_model_len)
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -25,7 +25,7 @@ def check_lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_model_len
     """Check the lengths of prompts before they are tokenized.
 
     Raises:
-        ContextLengthExceeded: no tokenization of one fits the context.
+        ContextLengthExceeded: a prompt cannot fit the context, however it is tokenized.
     """
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -36,13 +36,13 @@ def check_lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_model_len
 
 
 def num_kept(wanted: int, room: int, max_model_len: int) -> int:
-    """Return how many tokens of a prompt are kept.
+    """Return how many tokens of a prompt to keep.
 
     Args:
         wanted: `truncate_prompt_tokens`.
-        room: tokens of the longest prompt whose answer fits.
+        room: number of tokens of the longest prompt whose answer fits.
     Raises:
-        InvalidRequest: `wanted` is no number of tokens that the context holds.
+        InvalidRequest: `wanted` is neither -1 nor between 1 and the context's length.
     """
     if wanted == ALL_THAT_FIT:
         return max(1, room)
@@ -54,10 +54,10 @@ def num_kept(wanted: int, room: int, max_model_len: int) -> int:
 
 
 def last_tokens(prompts: Sequence[Prompt], count: int, tokenizer: Tokenizer, max_model_len: int) -> list[Sequence[int]]:
-    """Return the last tokens of each prompt. Those that the tokenizer puts around a text stay, as in vLLM.
+    """Return the last tokens of each prompt. Special tokens that the tokenizer puts around a text stay, as in vLLM.
 
     Raises:
-        ContextLengthExceeded: a text has more tokens than several contexts hold, judged before tokenizing any.
+        ContextLengthExceeded: a text is longer than `MAX_CONTEXTS` contexts; checked before tokenizing any.
     """
     for prompt in prompts:
         if isinstance(prompt, str):

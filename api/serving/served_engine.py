@@ -1,4 +1,4 @@
-"""Declare what a server calls on its engine."""
+"""Declare the interface through which a server uses its engine."""
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class ServedEngine(AdmittingEngine, LedgerEngine, LimitingEngine, PrefixEngine, SharingEngine, WatchedEngine, Protocol):
-    """Declare what a server calls on its engine; `AsyncEngine` implements it, which says what its members do.
+    """Declare the interface through which a server uses its engine. Members are documented in `AsyncEngine`.
 
-    `StoreEngine` implements it for a registry: it refuses what would compute.
+    `StoreEngine` implements it for a registry, and refuses all computation.
     """
 
     model_name: str

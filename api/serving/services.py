@@ -39,18 +39,18 @@ T = TypeVar("T")
 PROBE_TIMEOUT_S = 2.0
 PROBE_SHARED_S = 1.0
 LONG_CHARS = 64 << 10
-"""Texts of more characters in all are processed one request at a time."""
+"""Requests whose texts have more characters in total are processed one at a time."""
 MAX_LONG_TEXTS = 256
 STALLED_AFTER_S = 60.0
-"""Without a watchdog, an engine that stalls for so long counts as dead."""
+"""Without a watchdog, time after which a stalled engine counts as dead."""
 
 
 class StoreProbe:
     """Check whether the store's disk accepts writes; used in the event loop's thread.
 
-    The check runs in a thread of its own, because a network disk may hang, and a readiness probe must not block others.
-    Anybody may probe, so one check at a time serves all: those who come while it runs, and those who come up to
-    `shared_s` after its end. Once it has run for `timeout_s`, it is not waited for.
+    The check runs in its own thread, because a network disk may hang, and a readiness probe must not block others.
+    Any client may probe, so probes share one check: those that arrive while it runs or up to `shared_s` after its end.
+    Once it has run for `timeout_s`, no probe waits for it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StoreProbe:
         self._stale_s = 0.0
 
     async def is_writable(self) -> bool:
-        """Return whether the disk accepts writes; False also without a response in time."""
+        """Return whether the disk accepts writes; False, too, if the check takes too long."""
         now = asyncio.get_running_loop().time()
         check = self._check
         if check is None or now >= self._stale_s:
@@ -167,12 +167,16 @@ class Services:
             return await run_in_threadpool(work)
 
     def view(self, caller: Caller, user: str | None = None, versions: Mapping[str, str] | None = None) -> ScopedStore:
-        """Return the store as visible to the caller, for one of its users, and with versions resolved before."""
+        """Return the store as visible to the caller; arguments as for `ScopedStore`."""
         return self.views.of(caller, user, versions)
 
     async def forget_deleted(self, adapter_ids: Iterable[str], unnamed: Collection[AdapterKey]) -> None:
-        """Apply the limits of ids that changed; drop the counts of those that are gone, and what no remaining name
-        could reach: pins and past answers.
+        """Apply the limits of ids that changed, drop the counts of deleted ids, and drop the pins and past answers of
+        contents that no name refers to any more.
+
+        Args:
+            adapter_ids: ids that changed or were deleted.
+            unnamed: contents without a name.
 
         Raises: EngineDead.
         """
@@ -185,9 +189,9 @@ class Services:
             await self.engine.forget_answers(adapter=key)
 
     async def looking_up(self, find: Callable[[], T]) -> T:
-        """Return what a lookup of names finds, in a thread: similar names of thousands take milliseconds to suggest.
+        """Run a lookup of names in a thread, because finding similar names among thousands takes milliseconds.
 
-        A name that a follower does not know may be new: the registry is asked before it is refused.
+        A name that a follower does not know may be new: it asks the registry before refusing the name.
 
         Raises:
             OriginUnreachable: a follower does not know the name, and the registry does not answer.
@@ -203,7 +207,7 @@ class Services:
 
     @property
     def health_problem(self) -> str | None:
-        """Return why the engine is not alive: its thread has ended, or makes no steps though there is work."""
+        """Return why the engine is not alive, else None: its thread has ended, or makes no steps despite work."""
         if not self.engine.is_alive:
             return "engine dead"
         limit_s = self.settings.watchdog_s or STALLED_AFTER_S
@@ -211,8 +215,8 @@ class Services:
 
     @property
     def ready_problem(self) -> str | None:
-        """Return why the server should get no new requests, though it may go on: it drains or has no lease, the engine
-        is not alive, or a process that computes a part of the model is silent."""
+        """Return why the server should get no new requests, else None: it drains or has no lease, the engine is not
+        alive, or a process that computes a part of the model is silent. Running requests may continue."""
         if self.draining.is_on:
             return "draining"
         if (problem := self.health_problem or self.engine.silence) is not None:

@@ -12,11 +12,11 @@ from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
 
 WRITE_S = 30.0
-"""Longest wait for pages that were computed to be on the disk."""
+"""Longest wait until computed pages are on disk."""
 
 
 async def kept_snapshot(services: Services, ref: AdapterRef, found: PrefixTokens, caller: Caller) -> SnapshotStatus:
-    """Return the snapshot of a version's fixed prefix, which is computed and written if there is none.
+    """Return the snapshot of a version's fixed prefix; compute and write it if there is none.
 
     Raises:
         SnapshotFailure: it cannot be kept.

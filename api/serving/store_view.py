@@ -1,7 +1,7 @@
 """Restrict the adapter store to what one caller may see. Routes have no other access to it.
 
-Ids that a caller may not see are left out of the names in which its references are looked up: they are missing in
-exactly the same way as ids that do not exist. Hence nothing has to be hidden in responses, similar names and timing.
+A caller's references are looked up among only the names that it may see. Other ids are therefore missing in exactly the
+same way as ids that do not exist, and nothing has to be hidden in responses, similar names or timing.
 """
 
 import random
@@ -37,10 +37,10 @@ class ScopedStore:
     """Present the store to one caller. Cheap to create; as current and thread-safe as the store.
 
     Args:
-        user: who of the caller's users asks; each keeps to one version of an alias that is split. None: not known.
-        versions: what references were resolved to for the same request, as `id@version`; they are again.
+        user: the caller's user who asks. For a split alias, each user always gets the same version. None: unknown.
+        versions: versions to use for references, as `id@version`: those that were resolved earlier for this request.
 
-    Methods that the store also has behave and raise as there.
+    Methods that the store also has behave and raise as in the store.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ScopedStore:
         """Return the version that a reference names, as `resolve_one`, and its weights.
 
         Raises:
-            InvalidRequest: it has none.
+            InvalidRequest: the version has no weights.
         """
         ref = self.resolve_one(reference)
         if ref.key is None:
@@ -84,20 +84,20 @@ class ScopedStore:
         return ref, ref.key
 
     def compose(self, components: Iterable[Component], *, is_stored: bool = False) -> Composition:
-        """Return the sum of versions that were resolved; known to the store while something refers to it.
+        """Return the sum of resolved versions. The store knows it as long as something references it.
 
         Args:
-            is_stored: whether it is a version, which is served as one adapter.
+            is_stored: whether the sum is itself a version, which is served as one adapter.
         """
         composition = Composition.of(((c.ref.key, c.weight) for c in components), is_stored=is_stored)
         return self._store.compositions.add(composition)
 
     def check_composable(self, composition: Composition) -> None:
-        """Check that a sum can be served. Reads headers of files.
+        """Check that a sum can be served, by reading its files' headers.
 
         Raises:
-            NotComposable: it cannot.
-            AdapterError: an adapter of it is damaged, or was deleted.
+            NotComposable: the adapters cannot be summed.
+            AdapterError: an adapter of the sum is damaged, or was deleted.
         """
         if composition.key is not None:
             self._store.spec(composition.key)
@@ -215,7 +215,7 @@ class ScopedStore:
             return self._store.open_blob(digest, length, uploader), exists
 
     def _knows(self, digest: str) -> bool:
-        """Return whether the caller may know that weights exist: it can read an id that has them, or has sent them."""
+        """Return whether the caller may know that weights exist: it sees an id that has them, or has uploaded them."""
         try:
             hex_digest = check_digest(digest)
         except InvalidDigest:
@@ -251,7 +251,7 @@ class _VisibleNames:
 
 
 class ScopedStores:
-    """Create the views of a store, caching pattern matches for each state; for a new state only new ids are matched."""
+    """Create the views of a store. Pattern matches are cached; for a new state of names, only new ids are matched."""
 
     def __init__(self, store: AdapterStore, make_list: Callable[[], ModelList]) -> None:
         self.store = store
@@ -260,11 +260,11 @@ class ScopedStores:
         self._cached: OrderedDict[tuple[str, ...], _VisibleNames] = OrderedDict()
 
     def of(self, caller: Caller, user: str | None = None, versions: Mapping[str, str] | None = None) -> ScopedStore:
-        """Return the store as visible to a caller, for one of its users."""
+        """Return the store as visible to a caller; arguments as for `ScopedStore`."""
         return ScopedStore(self, caller, user, versions)
 
     def visible_to(self, caller: Caller) -> _VisibleNames:
-        """Return what the caller's patterns match now."""
+        """Return the names that the caller's patterns match now."""
         patterns = ("*",) if caller.sees_all else caller.adapters
         records = self.store.records()
         with self._lock:
@@ -283,13 +283,14 @@ class ScopedStores:
             return _VisibleNames(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
         visible, source = known.records, known.source
         found = {k: r for k, r in records.items() if (k in visible if k in source else caller.may_see(k))}
-        # Changes of others must not even replace the object, whose identity marks a list as unchanged.
+        # A change to names that the caller does not see must keep the object, whose identity marks a list as unchanged.
         return _VisibleNames(records, visible if found == visible else found, known.models)
 
 
 @contextmanager
 def _without_suggestions() -> Iterator[None]:
-    """Remove similar names from the store's errors for races between lookup and action, as those cover all ids."""
+    """Remove similar names from errors that the store raises if a name vanishes between lookup and action: they are
+    chosen from all ids."""
     try:
         yield
     except VersionNotFound:

@@ -1,8 +1,8 @@
 """Convert the engine's outputs to TGI's and LoRAX's responses, whole or as streams of tokens.
 
-The texts of tokens are pieces that concatenate to the whole text: what became certain with each token, "" for special
-tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/src/lib.rs`, lorax-client 0.6.3
-`types.py`.
+The texts of tokens concatenate to the whole text: a token's piece is the text that became certain with it, "" for
+special tokens. As in TGI, the text includes the stop sequence. Sources of the shapes: TGI's `router/src/lib.rs`,
+lorax-client 0.6.3 `types.py`.
 """
 
 import time
@@ -108,16 +108,16 @@ class TgiResponseBuilder:
 
     @property
     def created_s(self) -> int:
-        """Return the Unix time of its beginning."""
+        """Return the Unix time at which the answer began."""
         return self.figures.created_s
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether a stream says of its tokens only what another replica knows, too."""
+        """Return whether a stream contains only data about its tokens that another replica also knows."""
         return not (self.tokens.num_top or self.tokens.num_alternatives or self.parameters.decoder_input_details)
 
     def continuing(self, resumption: Resumption) -> "TgiResponseBuilder":
-        """Return a builder that goes on with a stream of another replica."""
+        """Return a builder that continues a stream of another replica."""
         return replace(self, figures=self.figures.continuing(resumption))
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json | list[Json], dict[str, str]]:
@@ -127,7 +127,7 @@ class TgiResponseBuilder:
             LorasrvError, AdapterError, ApiError: as `ChoiceStream.collect`.
         """
         outputs = await choices.collect()
-        # In a thread: formatting a long answer's likeliest tokens takes seconds, which would stop all streams.
+        # In a thread: formatting a long answer's likeliest tokens takes seconds, which would block all streams.
         body = await run_in_threadpool(self._whole, outputs)
         body["usage"] = self.figures.usage(choices)
         return [body] if self.as_list else body, self.headers(choices, ended=True)
@@ -152,8 +152,8 @@ class TgiResponseBuilder:
         return TokenEvents(self, choices)
 
     def headers(self, choices: ChoiceStream, *, ended: bool = False) -> dict[str, str]:
-        """Return our headers and LoRAX's: tokens, and times in whole milliseconds; for a stream, those known at its
-        start.
+        """Return our headers and LoRAX's: token counts, and times in whole milliseconds. For a stream, only those known
+        at its start.
         """
         usage = self.figures.usage(choices)
         queue_ms = usage["lorasrv"]["queue_ms"]
@@ -184,7 +184,7 @@ class TgiResponseBuilder:
         return {**details, "top_tokens": [top for _, top in entries]} if self.tokens.num_top else details
 
     def end(self, text: str, output: RequestOutput) -> Json:
-        """Return what the last event of a stream says of the whole answer."""
+        """Return the part of a stream's last event that describes the whole answer."""
         details: Json = {
             "finish_reason": finish_reason(output),
             "prompt_tokens": output.num_prompt_tokens,
@@ -195,7 +195,7 @@ class TgiResponseBuilder:
         return {"generated_text": self._full(text), "details": details if self.parameters.details else None}
 
     def _prefill(self, outputs: Sequence[RequestOutput]) -> list[Json]:
-        """Return the prompt's tokens from the first choice, which computes the prompt that the others share."""
+        """Return the prompt's tokens from the first choice, which computes the prompt for all choices."""
         if not self.parameters.decoder_input_details:
             return []
         found = (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None)
@@ -233,11 +233,11 @@ class TokenEvents:
         return b"".join(events) + (self._choices.mark() if entries else b"")
 
     def end(self) -> bytes:
-        """Return what follows the last output: nothing."""
+        """Return the closing events: none."""
         return b""
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last event of an answer that has failed."""
+        """Return the closing event of a failed answer."""
         return event(describe_tgi(error).body)
 
     def _event(self, token: Json, top: list[Json], whole: Json | None = None, usage: Json | None = None) -> bytes:
@@ -261,7 +261,7 @@ def finish_reason(output: RequestOutput) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of one token within a text: part of a character is U+FFFD, a special token its name."""
+    """Return the text of one token inside a text: U+FFFD for part of a character, the name for a special token."""
     alone = Detokenizer(tokenizer, EVERY_TOKEN)
     # Some decoders strip a space from the beginning of a text: decode the token a second time.
     alone.push(token_id)
