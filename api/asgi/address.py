@@ -8,7 +8,7 @@ DEFAULT_SERVER = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
 def server_address(url: str) -> str:
-    """Return the address of a server, of which OpenAI's clients know the one that ends in /v1."""
+    """Return the address of a server, without the /v1 that OpenAI's clients append."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -1,7 +1,7 @@
 """Bound request bodies by the bytes received, before any route sees them.
 
-Plain ASGI around `receive`, so that a route that forgets to bound its body is bounded as well: Starlette and FastAPI
-read bodies of any size. `api.asgi.protocol` drops the rest of a body after its response has been sent.
+Starlette and FastAPI read bodies of any size; this middleware wraps `receive`, so that no route can forget the bound.
+`api.asgi.protocol` drops the rest of a body after its response has been sent.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from lorasrv.worker.host_memory import release_freed
 
 MAX_JSON_BYTES = 8 << 20
 MAX_BARE_BYTES = 4 << 10
-"""Bound for requests without a use for a body: GET, HEAD, DELETE, OPTIONS."""
+"""Bound for methods that need no body: GET, HEAD, DELETE, OPTIONS."""
 MAX_HELD_BYTES = 256 << 20
 """Bound of all JSON bodies in memory at a time."""
 MAX_LENGTH_DIGITS = 18
 LARGE_BYTES = 256 << 10
-"""Parsing and tokenizing a body of this size takes tens of megabytes for a moment."""
+"""Parsing and tokenizing a body of this size briefly takes tens of megabytes."""
 RELEASE_AFTER_S = 1.0
 PARSING = "parsing"
 """Key of the parsing semaphore in an ASGI scope's `state`."""
@@ -32,10 +32,10 @@ _CLOSE = {"connection": "close"}
 
 
 class BodyLimitMiddleware:
-    """Refuse compressed bodies (415), bodies too long for their route (413), and bodies beyond the total in memory
-    (503).
+    """Refuse compressed bodies (415), bodies too long for their route (413), and bodies that would exceed the total in
+    memory (503).
 
-    A file's body may be as long as it announces; its route bounds the announced length.
+    An uploaded file may be as long as its announced length, which its route bounds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BodyLimitMiddleware:
         scope["state"] = {**scope.get("state", {}), PARSING: self._parsing}
         received = held = 0
         caller = caller_of(scope)
-        # At most half of it for one key: a slow sender holds it for long.
+        # One key gets at most half of the total, because a slow sender holds it for long.
         own_most = self._max_held_bytes if caller is ANYBODY else self._max_held_bytes // 2
 
         async def receive_bounded() -> Message:
@@ -88,7 +88,7 @@ class BodyLimitMiddleware:
 
         async def send_and_let_go(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The application has read the body; a stream may go on for long.
+                # The application has read the body, and a streamed response may last for long.
                 let_go()
             await send(message)
 
@@ -100,7 +100,7 @@ class BodyLimitMiddleware:
                 self._releasing = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._release_memory)
 
     def _release_memory(self) -> None:
-        """Return the memory of large bodies to the system, once for all of a second."""
+        """Return the memory of all large bodies of the last second to the system."""
         self._releasing = None
         asyncio.get_running_loop().run_in_executor(None, self._release)
 
@@ -108,8 +108,8 @@ class BodyLimitMiddleware:
 def parsing_alone(scope: Scope) -> AbstractAsyncContextManager[None]:
     """Hold the parsing semaphore while a large body is parsed.
 
-    The result may take 26 times the body's bytes; many at a time could exceed the memory. Throughput does not suffer,
-    as parsing holds the GIL anyway.
+    The result may take 26 times the body's bytes, so many at a time could exceed the memory. Throughput does not
+    suffer, because parsing holds the GIL anyway.
     """
     turn: asyncio.Semaphore | None = scope.get("state", {}).get(PARSING)
     return nullcontext() if turn is None else turn
@@ -130,8 +130,8 @@ def _is_file(method: str, path: str) -> bool:
 
 
 def _most(headers: Headers, method: str, is_file: bool) -> int:
-    """Return the most bytes that may arrive. A file may have as many as it announces; without a length its route
-    refuses it.
+    """Return the most bytes that may arrive. For a file, this is its announced length; its route refuses a file without
+    one.
     """
     if is_file:
         return _announced(headers) or 0
@@ -139,13 +139,13 @@ def _most(headers: Headers, method: str, is_file: bool) -> int:
 
 
 def _announced(headers: Headers) -> int | None:
-    """Return the value of Content-Length; None if missing or not a number. Digits beyond the limit are cut off."""
+    """Return Content-Length; None if missing or not a number. Digits beyond `MAX_LENGTH_DIGITS` are cut off."""
     text = headers.get("content-length", "")
     return int(text[:MAX_LENGTH_DIGITS]) if text.isascii() and text.isdigit() else None
 
 
 def _refusal(headers: Headers, most: int) -> ApiError | None:
-    """Return the error that follows from the headers alone."""
+    """Return the error if the headers alone show that the body is refused; None if they do not."""
     try:
         check_not_compressed(headers)
     except ApiError as refusal:

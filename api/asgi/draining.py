@@ -1,6 +1,6 @@
 """Drain the server before shutdown: first report not ready, then refuse new requests while the running ones finish.
 
-The listener stays open meanwhile, so that clients and load balancers get a response instead of a refused connection.
+The listener stays open until then, so that clients and load balancers get a response instead of a refused connection.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from lorasrv.errors import ServerStopping
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/replica"})
 """Served until the end, for monitoring and edges."""
 PEER_PATHS = "/v1/pages/"
-"""Begins the paths of what the next server may take over of requests that run here."""
+"""Prefix of the paths by which another server takes pages of requests that run here; served while draining, too."""
 
 
 class Draining:
@@ -37,14 +37,16 @@ class Draining:
         return self._until_s is not None and self._clock() >= self._until_s
 
     def begin(self, seconds: float) -> None:
-        """Start draining, with so many seconds for running requests; a later call can only shorten the time."""
+        """Start draining, with `seconds` for running requests; a later call can only shorten the time."""
         until_s = self._clock() + seconds
         self._until_s = until_s if self._until_s is None else min(self._until_s, until_s)
 
 
 class DrainMiddleware:
-    """Refuse requests while draining, and ask clients to close their connections. At its end, refuse those that are
-    cancelled with nothing answered yet; an answer that has begun is cut where it is.
+    """Refuse requests while draining, and ask clients to close their connections.
+
+    At the end of the drain, requests are cancelled: those without an answer yet are refused, and an answer that has
+    begun is cut off.
     """
 
     def __init__(self, app: ASGIApp, draining: Draining) -> None:

@@ -14,21 +14,21 @@ from api.asgi.limits import ConnectionLimits
 from api.asgi.protocol import ACCEPTED_AT_ONCE, allow_connections, bounded
 
 GRACE_S = 5
-"""Time for requests to finish after Ctrl-C, for a user who waits at a terminal."""
+"""Most time for requests to finish after Ctrl-C, because a user waits at the terminal."""
 WAITING = 2048
-"""Most connections that wait in the system to be accepted."""
+"""Most connections that wait in the kernel to be accepted."""
 LAST_WORDS_S = 2
-"""Time that aborted requests then have to send their last response."""
+"""Time that aborted requests have, after the drain, to send their last response."""
 
 
 class DrainingServer(uvicorn.Server):
     """Extend uvicorn: report readiness, and drain before shutdown.
 
-    In the main thread SIGINT and SIGTERM begin to drain; from any other, `handle_exit` does. Unlike uvicorn's server,
-    this one does not raise them again after its shutdown: `run` returns.
+    In the main thread, SIGINT and SIGTERM start the drain; other threads call `handle_exit`. Unlike uvicorn's server,
+    this one does not raise the signal again after its shutdown: `run` returns.
 
     Args:
-        draining: of the application, whose middleware refuses requests by it.
+        draining: state shared with the application, whose middleware refuses requests by it.
         drain_s: seconds for running requests to finish.
         on_started: called when the server listens.
         cuts: counts closed connections by cause.
@@ -47,7 +47,7 @@ class DrainingServer(uvicorn.Server):
             app,
             http=bounded(allow_connections(bounds), cuts),
             backlog=ACCEPTED_AT_ONCE,
-            # uvicorn would take uvloop where it happens to be installed.
+            # By default, uvicorn would use uvloop if it happens to be installed.
             loop="asyncio",
             ws="none",
             log_config=None,
@@ -63,7 +63,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # asyncio has made as few wait in the system as it accepts at once; more would be asked to come again.
+            # asyncio limits the kernel's queue to the number that it accepts at once: other clients would have to retry.
             listener.listen(WAITING)
         if self.started:
             self._on_started()
@@ -85,4 +85,4 @@ class DrainingServer(uvicorn.Server):
         return self._draining.is_over or not self.server_state.tasks
 
     def on_drain(self) -> None:
-        """Stop what would not end by itself; called at each tick while draining."""
+        """Stop work that would not end by itself; called at each tick while draining."""

@@ -18,7 +18,7 @@ from api.errors import ApiError
 
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
-"""Eight million bytes may be four million empty lists, each of which takes some sixty bytes of memory."""
+"""Eight million bytes may hold four million empty lists, each of which takes about sixty bytes of memory."""
 # Parsing 256 KiB takes about 3 ms: larger bodies would delay the streams of other clients.
 INLINE_BYTES = 256 << 10
 
@@ -64,9 +64,9 @@ def parse_json(data: bytes, name: str = "the body") -> Any:
     """Parse strict JSON.
 
     Args:
-        name: what messages call it.
+        name: name of the text in error messages.
     Raises:
-        ApiError: 400, says what is wrong with the text.
+        ApiError: 400, with the text's fault.
     """
     _check_number_of_values(data, name)
     try:
@@ -79,7 +79,7 @@ def parse_json(data: bytes, name: str = "the body") -> Any:
         raise _malformed(f"{name} is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:
         raise _malformed(f"{name} is not strict JSON: {error}") from None
-    # A text with few brackets cannot be deep, and counting them is fast; most bodies need no walk.
+    # A text with few brackets cannot be deep. Counting them is fast and spares most bodies the walk.
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         _check_depth(value, name)
     return value
@@ -94,8 +94,8 @@ def _check_media_type(request: Request) -> None:
 def _check_number_of_values(data: bytes, name: str) -> None:
     """Bound the number of values before any is created.
 
-    Each value is the first of its list or object, or follows a comma. Commas and brackets within strings count as well,
-    as a string with so many has more tokens than a context.
+    Each value is the first of its list or object, or follows a comma. Commas and brackets within strings count, too: a
+    string with so many of them has more tokens than a context anyway.
     """
     if data.count(b",") + data.count(b"{") + data.count(b"[") >= MAX_VALUES:
         raise _malformed(f"{name} has more than {MAX_VALUES} values")

@@ -1,8 +1,8 @@
-"""JSON as one line, where readers take lines: event streams, results of batches, output of commands, the log.
+"""JSON as one line, for readers of lines: event streams, results of batches, output of commands, the log.
 
-Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
-and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself
-has nothing raw.
+Text is not escaped, except three non-ASCII characters that end a line in Unicode, and therefore for `str.splitlines`
+and for httpx, which most Python clients use. Escaping does not change the JSON. JSON itself escapes all characters
+below U+0020.
 """
 
 import json
@@ -16,7 +16,7 @@ _encode_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).en
 
 
 def one_line(value: Any, **options: Any) -> str:
-    """Return the JSON of a value; `options` as of `json.dumps`."""
+    """Return the JSON of a value; `options` as for `json.dumps`."""
     return _one_line(json.dumps(value, ensure_ascii=False, **options))
 
 

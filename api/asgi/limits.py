@@ -20,11 +20,11 @@ class ConnectionLimits:
     """Hold the limits per connection, times in seconds."""
 
     max_connections: int = 2048
-    # For a whole head.
+    # Longest time for a whole head to arrive.
     header_timeout_s: float = 10.0
-    # For a request body without progress.
+    # Longest time without progress of a request body.
     body_timeout_s: float = 30.0
-    # For a response without progress.
+    # Longest time without progress of a response.
     write_timeout_s: float = 60.0
-    # Between two requests.
+    # Longest time between two requests.
     keep_alive_s: float = 30.0

@@ -57,10 +57,12 @@ class Envelope:
 class LoopbackGuard:
     """Accept local programs, and web pages only from allowed origins.
 
-    A page of any site can make the visitor's browser send requests to 127.0.0.1, which its Origin reveals. With an
-    attacker's name that resolves to 127.0.0.1 the page is same-origin, which its Host reveals (DNS rebinding).
-    `checks_host` says for each request whether to check the Host: not where a key is required, which such a page does
-    not have.
+    A page of any site can make the visitor's browser send requests to 127.0.0.1; the Origin header reveals it. If the
+    attacker's domain resolves to 127.0.0.1 (DNS rebinding), the page is same-origin; the Host header reveals it.
+
+    Args:
+        checks_host: returns for each request whether to check the Host; not needed where a key is required, because
+            such a page has none.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Iterable[str], checks_host: Callable[[], bool]) -> None:
@@ -91,13 +93,13 @@ class LoopbackGuard:
 
 
 def _unclear(scope: Scope) -> ApiError | None:
-    """Refuse what may end elsewhere than it seems to; its connection is not used again."""
+    """Return the refusal of a request whose end is ambiguous, else None; its connection is closed afterwards."""
     headers, version, ends = Headers(scope=scope), scope["http_version"], {"connection": "close"}
     if version not in ("1.0", "1.1"):
         said = f"HTTP/{version} is not served, only HTTP/1.1 and HTTP/1.0"
         return ApiError(400, said, code="invalid_http", headers=ends)
     if "content-length" in headers and "transfer-encoding" in headers:
-        # A proxy in front of us may honour the other header, and take what follows for another request (RFC 9112
+        # A proxy in front of this server may use the other header, and take the rest for another request (RFC 9112
         # section 6.3).
         return ApiError(
             400,
@@ -126,7 +128,7 @@ def _request_id(given: str) -> str:
 
 
 class HeadRequests:
-    """Serve HEAD as GET without the body (RFC 9110, section 9.3.2), as load balancers and monitors probe.
+    """Serve HEAD as GET without the body (RFC 9110, section 9.3.2), for probes of load balancers and monitors.
 
     The response ends with the first piece of its body; the application then sees a disconnect. Must wrap the middleware
     that checks methods: authentication and router.
@@ -155,7 +157,7 @@ class HeadRequests:
             await is_over.wait()
             return {"type": "http.disconnect"}
 
-        # Changed in this very scope, from which the outer middleware reads the matched route.
+        # Change this scope, not a copy: the outer middleware reads the matched route from it.
         scope["method"] = "GET"
         try:
             await run_until_disconnect(left, self._answer(scope, receive, send_head))

@@ -1,6 +1,6 @@
-"""Read a multipart form with one file as it arrives; the other fields are short.
+"""Read a multipart form with one file and short other fields, as it arrives.
 
-FastAPI's own forms keep parts of any size and number before a route sees them.
+FastAPI's own forms store parts of any size and number before a route sees them.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Form:
     """Hold the fields beside the file."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    # The file's own name; None: there was no file.
+    # The file's name; None: there was no file.
     filename: str | None = None
 
 
@@ -42,7 +42,7 @@ def check_form_headers(request: Request) -> int:
 
 
 async def receive_form(request: Request, write: Write) -> Form:
-    """Read the whole form; `write` gets the file's bytes, in a worker thread.
+    """Read the whole form; `write` is called with the file's bytes, in a worker thread.
 
     Raises:
         ApiError: 400, the form is malformed, has too many parts, a field that is too long, or a second file.

@@ -1,9 +1,9 @@
 """Speak HTTP/1.1 at the socket: uvicorn's protocol, with limits on the time and memory that a client may take.
 
-uvicorn alone bounds the time between two requests. Here a head and a body must also arrive in time, responses must be
-read in time, and the number of connections is bounded. The rest of a body that is not wanted any more is read and
-dropped for a while before the connection is closed (nginx's lingering close): if it were closed at once, the client,
-still sending, would see a reset in place of the response.
+uvicorn itself bounds only the time between two requests. Here, a head and a body must also arrive in time, responses
+must be read in time, and the number of connections is bounded. If the rest of a body is no longer needed, it is read
+and dropped for a while before the connection is closed (nginx's lingering close). After an immediate close, a client
+that is still sending would see a reset in place of the response.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
 WRITE_BUFFER_BYTES = 64 << 10
-"""Per connection, in our memory and again in the kernel's. Ours includes the last piece of a response; what a step says
-in a stream comes on top, in whole."""
+"""Per connection, in our memory and again in the kernel's. Ours includes the last piece of a response; the events of
+one step of a stream may exceed it."""
 MIN_BYTES_PER_S = 1024
-"""A client that sends or reads more slowly over a whole timeout is treated as gone."""
+"""A client that sends or reads more slowly than this during a whole timeout is treated as gone."""
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
 _LOG = logging.getLogger(__name__)
 MAX_TURNED_AWAY = 64
-"""Connections above the bound that get a 503; more are closed without one."""
+"""Connections above the bound that get a 503; further ones are closed without one."""
 OTHER_FILES = 512
 ACCEPTED_AT_ONCE = OTHER_FILES // 4
-"""Most connections that are accepted before those above the bound are closed: each takes a file for two turns of the
-loop."""
+"""Most connections accepted at once. Those above the bound still take a file each for two iterations of the event
+loop, until they are closed."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
@@ -61,7 +61,7 @@ class _Waiting(enum.Enum):
 
 
 def bounded(bounds: ConnectionLimits, cuts: Counter[str] | None = None) -> type[asyncio.Protocol]:
-    """Return the protocol class with these limits, for `uvicorn.Config(http=...)`; `cuts` counts closed connections
+    """Return the protocol class with these limits, for `uvicorn.Config(http=...)`; `cuts` counts connections closed,
     by cause.
     """
     own = {"bounds": bounds, "cuts": no_cuts() if cuts is None else cuts}
@@ -69,11 +69,11 @@ def bounded(bounds: ConnectionLimits, cuts: Counter[str] | None = None) -> type[
 
 
 def allow_connections(bounds: ConnectionLimits) -> ConnectionLimits:
-    """Raise the process's limit of open files as far as the system allows: 1024 is usual, and each connection takes
-    one.
+    """Raise the process's limit of open files as far as needed and allowed: it is usually 1024, and each connection
+    takes a file.
 
-    Returns: the limits with as many connections as files are left for: asyncio would accept more again and again, and
-        log each failure.
+    Returns: the limits, with at most as many connections as there are files for: beyond that, asyncio would retry to
+        accept and log each failure.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = bounds.max_connections + MAX_TURNED_AWAY + OTHER_FILES
@@ -177,7 +177,7 @@ class LimitedProtocol(H11Protocol):
     # Reading.
 
     def _follow(self, when_idle: _Waiting) -> None:
-        """Start waiting for what comes next, according to the state of reading."""
+        """Start waiting for the next part of a request, according to the state of reading."""
         if self._waiting is _Waiting.FOR_CLOSE or self._real.is_closing():
             return
         state = self.conn.their_state
@@ -230,7 +230,7 @@ class LimitedProtocol(H11Protocol):
     # Writing.
 
     async def _offer_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and let it send chunks past the layers that only look at the response's head."""
+        """Run the application, and let it send chunks past the middleware, which only needs the response's head."""
         if scope["http_version"] == "1.1":
             scope = {**scope, "extensions": {CHUNKS: _Chunks(self)}}
         await self._application(scope, receive, send)
@@ -250,7 +250,7 @@ class LimitedProtocol(H11Protocol):
     # Closing.
 
     def _refuse(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
-        """Respond in place of the application, which sees a disconnect, and close."""
+        """Respond in place of the application, which sees a disconnect, and close the connection."""
         self.cuts[code] += 1
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started:
@@ -275,7 +275,7 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
         self._real.close()
         if self._real.get_write_buffer_size():
-            # asyncio would wait without end for a client that does not read.
+            # Otherwise asyncio would wait forever for a client that does not read.
             self._timer = self.loop.call_later(self.bounds.write_timeout_s, self._abort)
 
     def _abort(self) -> None:
@@ -298,7 +298,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class _Chunks:
-    """Send a body's parts (`ChunkSender`); nothing once the client has left."""
+    """Send parts of a body (`ChunkSender`); do nothing once the client has left."""
 
     def __init__(self, protocol: LimitedProtocol) -> None:
         self._transport, self._flow = protocol.transport, protocol.flow
@@ -359,8 +359,8 @@ def _answer(status: int, code: str, message: str, retry_after_s: int | None) -> 
 
 
 def _bound_kernel_buffer(connection: socket.socket | None) -> None:
-    """Limit unsent data in the kernel, which would take megabytes; the rest stays in our buffer, where it is
-    counted.
+    """Limit unsent data in the kernel, which would otherwise hold megabytes; the rest stays in our buffer and is
+    counted there.
     """
     if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
         with contextlib.suppress(OSError):  # not each socket is a TCP socket

@@ -28,7 +28,7 @@ def page(
 
     Args:
         records: sorted by id.
-        after: need not exist any more: the next page continues correctly although ids came and went.
+        after: an id, which may have been deleted: the next page is correct even if ids came and went meanwhile.
     """
     begin = bisect_right(records, after, key=lambda record: record.adapter_id) if after is not None else 0
     wanted = search.lower()
@@ -57,8 +57,8 @@ def etag_header(record: AdapterRecord) -> dict[str, str]:
 def if_match(request: Request) -> frozenset[str] | None:
     """Return the ETags that the caller accepts, without quotes; None without the header.
 
-    Weak tags match nothing, as in the RFC, nor does `"*"`, which is a tag like any other. The digest of the current
-    content is accepted as a tag, too.
+    Weak tags match nothing, as in the RFC. Neither does the quoted tag `"*"`, which is not the wildcard. The digest of
+    the current content is accepted as a tag, too.
     """
     values = request.headers.getlist("if-match")
     if not values:
@@ -68,7 +68,7 @@ def if_match(request: Request) -> frozenset[str] | None:
 
 
 def names_no_replica(request: Request) -> None:
-    """Refuse `?replica=ID`, which only the address of several replicas knows: the answer would be another one's.
+    """Refuse `?replica=ID`, which only an edge understands: this server might not be the replica that is meant.
 
     Raises:
         ApiError: 404.

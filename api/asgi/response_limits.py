@@ -1,8 +1,8 @@
 """Bound the memory of responses that clients read slowly.
 
-uvicorn hands each message of a body to the transport as a whole, and only then checks whether the client reads: a
-response in one message would be held twice for a client that does not. Large responses are therefore sent in pieces;
-the bytes of large responses being sent are bounded in total and per key.
+uvicorn hands each message of a body to the transport whole, and only then checks whether the client reads. For a client
+that does not, a response in one message would be held twice. Large responses are therefore sent in pieces, and the
+bytes of large responses being sent are bounded in total and per key.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ MAX_UNSENT_BYTES = 256 << 20
 
 
 class ResponseLimitMiddleware:
-    """Split bodies into pieces, and refuse with 503 a large response beyond the bound.
+    """Split bodies into pieces, and refuse with 503 a large response that would exceed the bound.
 
-    A response above the bound itself is sent while there is no other.
+    A single response larger than the bound is sent if no other is being sent.
     """
 
     def __init__(self, app: ASGIApp, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
@@ -33,7 +33,7 @@ class ResponseLimitMiddleware:
         self._unsent_by: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Other servers of the cluster read pages as fast as they can, and each frame is bounded.
+        # Not for pages: other servers of the cluster read them as fast as they can, and each frame is bounded.
         if scope["type"] != "http" or scope["path"].startswith(PEER_PATHS):
             await self._app(scope, receive, send)
             return
@@ -43,7 +43,7 @@ class ResponseLimitMiddleware:
         async def send_bounded(message: Message) -> None:
             nonlocal start, unsent
             if message["type"] == "http.response.start" and _is_large(message):
-                # The first message of the body tells whether it is in memory as a whole or read while being sent.
+                # The first message of the body shows whether all of it is in memory or it is read while being sent.
                 start = message
                 return
             if start is not None:

@@ -1,7 +1,8 @@
-"""Read what an edge says about a stream that it may have to resume, or resumes, before the client's body.
+"""Read the state of a stream that an edge resumes, which precedes the client's body.
 
-`x-lorasrv-resume: N` says that the first N bytes of the body are not the client's, but the state of the stream as JSON;
-0 asks only to be told that state. Only an edge of this server's own cluster may send it.
+`x-lorasrv-resume: N` says that the first N bytes of the body are not the client's, but the state of the stream as JSON.
+With 0, the edge only asks for a state from which the stream can be resumed later. Only an edge of this server's cluster
+may send the header.
 """
 
 import json
@@ -17,30 +18,30 @@ from api.errors import ApiError, describe_at
 
 RESUME, CLUSTER = "x-lorasrv-resume", "x-lorasrv-cluster"
 STATE = "resumption"
-"""Key of the `Resumption` in an ASGI scope's `state`; absent for requests of no edge."""
+"""Key of the `Resumption` in an ASGI scope's `state`; absent for requests that come from no edge."""
 MAX_STATE_BYTES = 4 << 20
 
 
 class Resumption(BaseModel):
-    """Hold the state of a stream; without tokens it only begins."""
+    """Hold the state of a stream; empty for a new one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # What names and dates the answer's chunks.
+    # Id and Unix time in the answer's chunks.
     answer_id: str = ""
     created_s: int = 0
     seed: int | None = None
-    # Versions that the first replica has resolved the request's references to.
+    # Versions that the first replica resolved the request's references to.
     versions: dict[str, str] = {}
-    # Of all that the tokens depend on.
+    # Digest of everything that the tokens depend on.
     digest: str = ""
     token_ids: tuple[int, ...] = ()
-    # That tell of these tokens.
+    # Number of events that the client got for these tokens.
     num_events: int = Field(default=0, ge=0)
 
     @property
     def goes_on(self) -> bool:
-        """Return whether there is something to go on with."""
+        """Return whether a stream is resumed, rather than begun."""
         return self.digest != ""
 
 
@@ -48,7 +49,7 @@ class ResumptionMiddleware:
     """Put the state into the request's scope, and leave the rest of the body to the application.
 
     Args:
-        is_cluster: whether a secret is the cluster's.
+        is_cluster: returns whether a secret is the cluster's.
     """
 
     def __init__(self, app: ASGIApp, is_cluster: Callable[[str], bool]) -> None:
@@ -95,7 +96,7 @@ class _Body:
         return read[:size]
 
     async def receive(self) -> Message:
-        """Return what follows."""
+        """Return the next message after the bytes that were read."""
         if self._pending is None:
             return await self._receive()
         message, self._pending = self._pending, None
@@ -103,7 +104,7 @@ class _Body:
 
 
 def resumption_of(request: Request) -> Resumption | None:
-    """Return the state that an edge has sent."""
+    """Return the state that an edge sent; None for a request that comes from no edge."""
     found = request.scope.get("state", {}).get(STATE)
     assert found is None or isinstance(found, Resumption)
     return found

@@ -11,18 +11,18 @@ from api.asgi.json_lines import compact_line
 
 T = TypeVar("T")
 CHUNKS = "lorasrv.http.response.chunks"
-"""ASGI extension: `scope["extensions"][CHUNKS]` is a `ChunkSender`, which sends parts of a streamed body directly, past
-the `send` of every middleware and h11's bookkeeping, which cost a streamed token a quarter of its time."""
+"""ASGI extension: `scope["extensions"][CHUNKS]` is a `ChunkSender`. It sends parts of a streamed body directly, past
+the `send` of every middleware and h11's bookkeeping, which would take a quarter of a streamed token's time."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 
 
 class ChunkSender(Protocol):
-    """Send parts of a body that has no length, behind the response's head."""
+    """Send parts of a body without an announced length, after the response's head."""
 
     @property
     def can_write(self) -> bool:
-        """Return whether the client reads as fast as it is written to."""
+        """Return whether the client keeps up with reading."""
 
     def write(self, data: bytes) -> None:
         """Send a part at once; only while `can_write`."""
@@ -36,10 +36,10 @@ class ClientDisconnected(Exception):
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it as soon as the client disconnects. Call once the body has been read.
+    """Return the result of `work`, or cancel it as soon as the client disconnects. Call it once the body has been read.
 
-    Starlette watches only streaming responses, and only below ASGI 2.4; a plain handler would generate to the end for a
-    client that is gone.
+    Starlette watches only streaming responses, and only below ASGI 2.4. A plain handler would generate the whole answer
+    for a client that is gone.
 
     Raises:
         ClientDisconnected: after `work` has ended.
@@ -67,8 +67,8 @@ class ByteStream(Response):
     """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled.
 
     Args:
-        push_to: called with the connection's `ChunkSender`, if it has one, once the head is sent; may write there
-            whenever the next of `chunks` is waited for.
+        push_to: called with the connection's `ChunkSender`, if it has one, once the head is sent. It may write there
+            while the response waits for the next of `chunks`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ByteStream(Response):
         async def send_body(chunk: bytes) -> None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-        # A body whose length is announced has no chunks.
+        # A body with an announced length is not sent in HTTP chunks.
         is_framed = "content-length" in self.headers
         sender: ChunkSender | None = None if is_framed else scope.get("extensions", {}).get(CHUNKS)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -113,7 +113,7 @@ class ByteStream(Response):
 
 
 class EventStream(ByteStream):
-    """Send events as they arrive; arguments as of `ByteStream`."""
+    """Send events as they arrive; arguments as for `ByteStream`."""
 
     def __init__(
         self,

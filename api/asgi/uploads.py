@@ -9,7 +9,7 @@ from api.asgi.body_limits import MAX_LENGTH_DIGITS
 from api.errors import ApiError
 
 PIECE_BYTES = 1 << 20
-"""A hop to a worker thread costs about 50 us: too much for every 64 KiB from the socket."""
+"""A switch to a worker thread takes about 50 us: too much for every 64 KiB from the socket."""
 
 
 def announced_length(request: Request) -> int:
