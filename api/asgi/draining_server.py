@@ -63,7 +63,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # asyncio limits the kernel's queue to the number that it accepts at once: other clients would have to retry.
+            # asyncio limits the kernel's queue to the number that it accepts at once; other clients would retry.
             listener.listen(WAITING)
         if self.started:
             self._on_started()
