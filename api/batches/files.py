@@ -1,7 +1,7 @@
 """Manage the files of batches within their bounds. Methods are for the event loop.
 
-Each key has a share of what all batches use, so that no key takes all of it. Disk work runs in a few threads of its
-own, separate from those that online requests wait for.
+Each key has a share of the room for files, so that no key takes all of it. Disk work runs in a few threads of its own,
+separate from those that online requests wait for.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ _POOL = ThreadPoolExecutor(4, thread_name_prefix="batch")
 
 
 def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Run as `asyncio.to_thread` does, awaited or not, but in the batch threads: large files must not delay the
-    admission of requests.
+    """Run work as `asyncio.to_thread` does, but in the batch threads, even if the result is not awaited: large files
+    must not delay the admission of requests.
     """
     return asyncio.get_running_loop().run_in_executor(_POOL, lambda: work(*args, **kwargs))
 
 
 MAX_NAME_CHARS = 255
 MAX_FORM_BYTES = 64 << 10
-"""Allowance for the form around its file."""
+"""Allowance for the form around a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class BatchBounds:
     max_files: int = 2000
     max_batches: int = 1000
     max_open_batches: int = 100
-    # Lines of a batch, as with OpenAI.
+    # Lines per batch, as with OpenAI.
     max_lines: int = 50_000
     # Age at which a file is deleted.
     max_age_s: int = 30 * 86400
@@ -70,7 +70,7 @@ class Upload:
         """Append data.
 
         Raises:
-            ApiError: 413, more than a file may have.
+            ApiError: 413, the file is too large.
             StoreFull, StoreUnusable.
         """
         self.received += len(data)
@@ -101,7 +101,7 @@ class FileManager:
     """Own the files; `records` are ordered by age, oldest first.
 
     Args:
-        awaited: returns the principal and the reserved bytes of each file that an open batch may still bring.
+        awaited: returns the principal and the reserved bytes of each file that an open batch may still create.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class FileManager:
         return FileRecord(file_id, size, now, now + age, filename[:MAX_NAME_CHARS], purpose, principal)
 
     def check_room(self, num_files: int, num_bytes: int, caller: Caller, param: str = "file") -> None:
-        """Check that the caller may have so many further files and bytes.
+        """Check that the caller may have `num_files` and `num_bytes` more.
 
         Raises:
             ApiError: 507.
@@ -252,7 +252,7 @@ async def unbroken(work: Awaitable[T]) -> T:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
-            # Several may come: of two clients that cancel a batch, of one and the server's end.
+            # It may be cancelled several times: by two clients that cancel a batch, or by a client and the shutdown.
             cancelled = error
     done = task.result()
     if cancelled is not None:
@@ -266,9 +266,7 @@ MAX_AT_A_TIME = 4
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class KeyBounds:
-    """Bound the batches of one key: lines that may not run yet hold their memory for long, and must not take that of
-    others.
-    """
+    """Bound the batches of one key: lines that wait to run hold memory for long, and must leave some to other keys."""
 
     # Lines in memory.
     places: asyncio.Semaphore

@@ -1,4 +1,4 @@
-"""Run batch lines on the engine in this process, through the functions behind the routes: no HTTP, same responses."""
+"""Run batch lines on the engine in this process, through the functions behind the routes: same responses, no HTTP."""
 
 import logging
 import secrets

@@ -1,7 +1,7 @@
 """Read the lines of a batch in OpenAI's format, `{"custom_id", "method", "url", "body"}`, one at a time.
 
-A malformed line is reported with its number and does not stop the following ones. Where only equality of lines matters
-they are represented by keys of 8 bytes, so that a million lines take 8 MB.
+A malformed line is reported with its number and does not stop the following ones. Where only the equality of lines
+matters, each is represented by a key of 8 bytes, so a million lines take 8 MB.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class MalformedLine:
     """Describe why a line is not a request; `code` and `param` as OpenAI's."""
 
     number: int
-    # None if it could not be read.
+    # None if the id could not be read.
     custom_id: str | None
     message: str
     param: str | None = None
@@ -187,7 +187,7 @@ def _wrong(method: object, url: object, body: object, endpoint: str | None) -> t
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield numbered lines, None for one that is too long, which is skipped piece by piece."""
+    """Yield numbered lines, None for one that is too long; its bytes are skipped piece by piece."""
     with path.open("rb") as file:
         number = 0
         while data := file.readline(MAX_LINE_BYTES + 1):

@@ -72,7 +72,7 @@ class Job:
     async def run(
         self, asking: AbstractAsyncContextManager[Ask], concurrency: int, *, ordered: bool, tell: Tell
     ) -> None:
-        """Run until every line has its result. Results that have arrived are in the target however the run ends.
+        """Run until every line has its result. However the run ends, results that have arrived are in the target.
 
         Raises:
             OSError: the files fail.
@@ -95,7 +95,7 @@ class Job:
                 await runner.run(pending_lines(self.source, None, self.lines, self.found.keys))
 
     def put_in_order(self) -> None:
-        """Put the results into the order of the lines: those of earlier runs stand before this run's.
+        """Put the results into the order of the lines. Until then, results of earlier runs precede this run's.
 
         Raises: OSError.
         """

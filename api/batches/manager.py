@@ -3,7 +3,7 @@
 After a crash each batch continues from the state in its record; lines whose results are in its files are not sent
 again (`results.py`). No other progress is kept.
 
-Callers see their own files and batches, administrators see all, only through `ScopedBatches`.
+Callers use `ScopedBatches`, which shows them their own files and batches, and administrators all of them.
 """
 
 import asyncio
@@ -77,15 +77,15 @@ class BatchManager:
         self._sleep = sleep
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        # While batches of the key run.
+        # By principal; kept while batches of the key run.
         self._key_bounds: WeakValueDictionary[str, KeyBounds] = WeakValueDictionary()
-        # Check one file at a time: that may take seconds, and there are few threads.
+        # One file is checked at a time: a check may take seconds, and there are few threads.
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tallies: dict[str, Tally] = {}
         self._rooms = {record.id: ResultRoom(self._least_room(record)) for record in self._open()}
         self._tidying: asyncio.Task[None] | None = None
-        # One cancel of a batch at a time: of two, the second would go back to a state that is over.
+        # One cancellation of a batch at a time: otherwise a second one could set back its state after it has ended.
         self._cancelling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._steps = {
             BatchStatus.VALIDATING: self._validate,
@@ -141,8 +141,8 @@ class BatchManager:
             window: completion window as written, and in seconds.
 
         Raises:
-            ApiError: the file does not exist or is not for batches, too many batches are open, or their results would
-                have no room.
+            ApiError: the file does not exist or is not for batches, too many batches are open, or there is no room for
+                the results.
             StoreFull, StoreUnusable.
         """
         file = self.files.get(input_file_id, "input_file_id")
@@ -224,7 +224,7 @@ class BatchManager:
         Raises: StoreUnusable.
         """
         for file_id in self.files.expired():
-            # Each time anew: while one is deleted, a client may delete another, or begin a batch of it.
+            # Checked for each file: while one is deleted, a client may delete another, or create a batch from it.
             if file_id in self.files.records and file_id not in self._needed():
                 await self.files.delete(file_id)
         for record in self._forgettable():
@@ -233,8 +233,8 @@ class BatchManager:
             await in_thread(self._folder.remove_batch, record.id)
 
     def _forgettable(self) -> list[BatchRecord]:
-        """Return the batches that are too old, and the oldest of the keys that have most while there are too many; none
-        that is open.
+        """Return the ended batches to forget: those that are too old and, while there are too many batches, the oldest
+        of the key that has the most.
         """
         over: defaultdict[str, deque[BatchRecord]] = defaultdict(deque)
         found: list[BatchRecord] = []
@@ -254,14 +254,14 @@ class BatchManager:
         return {name for r in self._open() for name in (r.input_file_id, *_results_of(r))}
 
     def _awaited(self) -> Iterator[tuple[str, int]]:
-        """Yield the principal and the reserved bytes of each file that an open batch may still bring."""
+        """Yield the principal and the reserved bytes of each file that an open batch may still create."""
         for record in self._open():
             there = [self.files.records[name].bytes for name in _results_of(record) if name in self.files.records]
             left = max(0, self._rooms[record.id].reserved - sum(there))
             yield from ((record.principal, size) for size in (left, 0)[: 2 - len(there)])
 
     def _least_room(self, record: BatchRecord) -> int:
-        """Return the bytes that are reserved for results at the start of the server."""
+        """Return the bytes to reserve for a batch's results when the server starts."""
         file = self.files.records.get(record.input_file_id)
         return max(0 if file is None else file.bytes, self._written(record))
 
@@ -368,7 +368,7 @@ class BatchManager:
         """Count results that are about to be written.
 
         Raises:
-            ApiError: 507, the key has no room for them.
+            ApiError: 507, the key has no room for these results.
         """
         self._rooms[record.id].take(num_bytes, lambda more: self.files.check_room(0, more, record.caller))
 
@@ -382,14 +382,14 @@ class BatchManager:
         """Write an expiry result for each line without a result.
 
         Raises:
-            ApiError: 507, the key has no room for them.
+            ApiError: 507, the key has no room for these results.
         """
         late = await in_thread(self._late, record)
         self._take_room(record, sum(len(result.data) for result in late))
         await in_thread(self._add, record, late)
 
     def _late(self, record: BatchRecord) -> list[Result]:
-        """Return an expiry result for each line without a result, after counting those on the disk."""
+        """Count the results on disk, and return an expiry result for each line without one."""
         found = self._found(record)
         self._tallies[record.id], self._rooms[record.id].used = found.tally(), self._written(record)
         path = self.files.path(record.input_file_id)
@@ -402,7 +402,7 @@ class BatchManager:
                 sink.add(result)
 
     async def _finish(self, record: BatchRecord) -> None:
-        # Of what a disk has refused, some may be there, and half a line.
+        # Of results that the disk refused to write, some may be on it, and half a line.
         found = await in_thread(self._found, record)
         self._tallies[record.id] = found.tally()
         await self._publish(record)
@@ -416,7 +416,7 @@ class BatchManager:
         try:
             await self._change(batch_id, BatchStatus.FAILED, errors=tuple(problems))
         except AdapterError:
-            # Not retried before the next start; shown in its current state.
+            # Not retried before the next start; until then, memory shows the batch as failed.
             _LOG.exception("batch %s failed, and its state cannot be written to disk", batch_id)
             self.records[batch_id] = replace(record, status=BatchStatus.FAILED.value, errors=tuple(problems))
 
@@ -455,6 +455,6 @@ def _results_of(record: BatchRecord) -> tuple[str, str]:
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task is to end: what the disk refuses at that moment hides it."""
+    """Return whether this task was cancelled: a disk error at the same moment hides the cancellation."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -68,7 +68,7 @@ class FileRecord(_Record):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord(_Record):
-    """Describe a batch. Principal, adapters and limits are those of its key at creation, under which its lines run."""
+    """Describe a batch. Its lines run with the principal, adapters and limits that its key had at creation."""
 
     id: str
     endpoint: str
@@ -76,7 +76,7 @@ class BatchRecord(_Record):
     completion_window: str
     created_at: int
     expires_at: int
-    # File ids of the results, assigned before the files can be read.
+    # File ids of the results, assigned before the files become visible.
     output_file: str
     error_file: str
     status: str = BatchStatus.VALIDATING.value

@@ -20,8 +20,8 @@ GATEWAY_STATUSES = (502, 503, 504)
 
 
 class _Gateway(httpx2.TransportError):
-    """Report that a proxy answered in place of the server. `late`: the proxy timed out, possibly because of the line
-    itself.
+    """Report that a proxy answered in place of the server. `late`: the proxy timed out, which the line itself may have
+    caused.
     """
 
     def __init__(self, response: httpx2.Response) -> None:

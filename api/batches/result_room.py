@@ -1,4 +1,4 @@
-"""Room for the results of an open batch: as much as its input has bytes, and more as results come."""
+"""Room for the results of an open batch: first as many bytes as its input has, then more as results need it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from api.errors import ApiError
 
 STEP_BYTES = 1 << 20
-"""What is reserved at a time where there is so much: each time, all files are counted."""
+"""Bytes reserved at a time, if there is room: each reservation counts all files, so there should be few."""
 
 
 @dataclass(slots=True)
@@ -17,10 +17,10 @@ class ResultRoom:
     used: int = 0
 
     def take(self, num_bytes: int, check_room: Callable[[int], object]) -> None:
-        """Count results that are about to be written, after reserving what they need more.
+        """Count results that are about to be written, after reserving the bytes that are missing for them.
 
         Args:
-            check_room: raises ApiError if there is no room for so many bytes beside what is reserved.
+            check_room: raises ApiError if there is no room for this many bytes in addition to those reserved.
 
         Raises:
             ApiError: 507; nothing changed.

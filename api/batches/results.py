@@ -1,7 +1,7 @@
 """Write and read back the results of batch lines, in OpenAI's format, in append-only files.
 
-Only the command may remove results, of lines that are to be retried. A result is durable before it is counted. A crash
-may leave half a line at the end of a file: it is cut off, and its request is sent again.
+Only the command may remove results: those of lines to retry. A result is durable before it is counted. A crash may
+leave half a line at the end of a file: it is cut off, and its request is sent again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from api.asgi.json_lines import compact_line
 from api.batches.input_lines import Line, MalformedLine, line_key
 
 ID_PREFIX = "batch_req_"
-# Each of our lines begins so: half a line of a foreign file is not cut off.
+# Beginning of each line that we write. Half a line that begins otherwise is not ours, and is not cut off.
 LINE_START = f'{{"id":"{ID_PREFIX}'.encode()
 CHUNK_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class LineReply:
     status: int
     body: Any
     request_id: str | None = None
-    # Set if the line could not be taken now: seconds until the next try.
+    # Seconds until the next try, if the line could not be taken now.
     retry_after_s: float | None = None
 
     @property
@@ -61,7 +61,7 @@ class Result:
 
 @dataclass(slots=True)
 class Tally:
-    """Count results; tokens are those of this run."""
+    """Count results, and the tokens of this run."""
 
     completed: int = 0
     failed: int = 0
@@ -75,7 +75,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ScannedResults:
-    """Hold the results that files contain already."""
+    """Hold the results that files already contain."""
 
     # Unique keys of the lines.
     keys: "np.ndarray[Any, np.dtype[np.uint64]]"
@@ -141,7 +141,7 @@ def recovered(*paths: Path) -> ScannedResults:
     """Read the results in these files, which may be missing, and cut off half a line at the end of each.
 
     Raises:
-        ResultsUnreadable: a line is not a result, or not the beginning of one; no file was changed.
+        ResultsUnreadable: a line is not a result, or a half line is not the beginning of one; that file is unchanged.
         OSError.
     """
     found = _read_results(paths)
@@ -152,7 +152,7 @@ def recovered(*paths: Path) -> ScannedResults:
 
 
 def _read_results(paths: Sequence[Path]) -> ScannedResults:
-    """Read whole lines only."""
+    """Read the results of whole lines; of several with the same key, the first counts."""
     keys, oks = array("Q"), bytearray()
     for path in paths:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -216,8 +216,8 @@ def copy_without(path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]", into:
 def results_in_order(
     path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]"
 ) -> "np.ndarray[Any, np.dtype[np.uint64]] | None":
-    """Return where the results of a file begin, in the order of the keys of their lines, others behind them; None if
-    they have that order.
+    """Return the byte offsets of a file's results in the order of `keys`, followed by results with other keys; None if
+    the file has this order.
 
     Raises: OSError.
     """
@@ -239,7 +239,7 @@ def results_in_order(
 
 
 def copy_places(path: Path, begins: "np.ndarray[Any, np.dtype[np.uint64]]", into: int) -> None:
-    """Copy the results that begin at these places to another file, durably.
+    """Copy the results that begin at these byte offsets to another file, durably.
 
     Raises: OSError.
     """
@@ -253,7 +253,7 @@ def copy_places(path: Path, begins: "np.ndarray[Any, np.dtype[np.uint64]]", into
 
 @dataclass
 class ResultFile:
-    """Append results to a file, which is opened for the first of them. Not thread-safe."""
+    """Append results to a file, which is opened for the first result. Not thread-safe."""
 
     path: Path
     _fd: int | None = field(default=None, init=False)
@@ -286,7 +286,7 @@ class ResultSink:
     `add` buffers a result; `flush` writes and counts the buffered ones, with one fsync for many.
 
     Args:
-        admit: called with the bytes of a result before it is added, which it is not if this raises.
+        admit: called with the size of a result before it is added; if it raises, the result is not added.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class ResultSink:
         with self._lock:
             if self._is_torn:
                 return
-            # Until all is written: what follows half a line would be unreadable. The next sink cuts that off first.
+            # True until all is written: a line after half a line would be unreadable. The next sink cuts off the half.
             self._is_torn = True
             taken = [self._kept.popleft() for _ in range(len(self._kept))]
             for file in (self._output, self._errors):

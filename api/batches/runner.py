@@ -13,17 +13,17 @@ from api.errors import ANSWERS, INVALID, error_body
 from lorasrv.errors import DeadlineUnreachable
 
 BATCH_PRIORITY = 100
-"""Online requests have 0 by default; lower values go first."""
+"""Online requests have priority 0 by default; lower values go first."""
 DEFAULT_CONCURRENCY = 16
-# How far an ordered run may be ahead of its oldest open line: finished results wait in memory.
+# An ordered run may be `AHEAD * concurrency` lines ahead of its oldest open one; until then, results wait in memory.
 AHEAD = 8
 MAX_PAUSE_S = 30.0
 USUAL_PAUSE_S = 1.0
 MAX_PUT_OFF_S = {429: 24 * 3600.0, 503: 3600.0}
-"""Time for which a line is retried, by status: 429, other requests go first; 503, the server has a problem. Afterwards
+"""Time for which a line is retried, by status: 429, other requests go first; 503, the server has a problem. After that,
 the last reply is its result."""
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[LineReply]]
-"""Sends a body to a URL. Raises only what ends the whole batch."""
+"""Sends a body to a URL. Raises only errors that end the whole batch."""
 Sleep = Callable[[float], Awaitable[object]]
 
 # No retry: the same line with the same deadline would fail again.
@@ -69,8 +69,8 @@ class LineRunner:
         self._all_asked = False
 
     async def run(self, lines: Generator[Line, None, None]) -> None:
-        """Run until every line has its result. Results that have arrived are written, and the lines are closed, however
-        the run ends.
+        """Run until every line has its result. However the run ends, results that have arrived are written, and the
+        lines are closed.
 
         Raises:
             OSError: results cannot be written, or lines cannot be read.
@@ -86,7 +86,7 @@ class LineRunner:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            # Not awaited, as a cancellation does not wait: a thread may be reading a line.
+            # Not awaited: a thread may be reading a line, and a cancellation must not wait for it.
             in_thread(self._close, lines)
             self._sink.flush()
             self._tell()
@@ -161,7 +161,7 @@ class LineRunner:
 
 
 def put_off_s(status: int, headers: Mapping[str, str], body: Any) -> float | None:
-    """Return after how many seconds a line with this reply may be retried; None if the reply is final."""
+    """Return the seconds after which a line with this reply may be retried; None if the reply is final."""
     if status not in MAX_PUT_OFF_S or headers.get("x-should-retry") == "false":
         return None
     error = body.get("error") if isinstance(body, dict) else None

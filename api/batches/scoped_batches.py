@@ -12,8 +12,8 @@ from api.batches.records import BatchRecord, FileRecord
 
 
 class ScopedBatches:
-    """Restrict a manager to the caller's files and batches; others look missing. Methods raise what the manager's
-    do.
+    """Restrict a manager to the caller's files and batches; others look missing. Methods raise the same errors as the
+    manager's.
     """
 
     def __init__(self, manager: BatchManager, caller: Caller) -> None:

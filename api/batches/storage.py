@@ -68,7 +68,7 @@ class BatchFolder:
         try:
             self.write_file_record(record)
         except BaseException:
-            # Without a record it would be nobody's until the next start.
+            # Without a record, the content would belong to nobody until the next start.
             self.content(record.id).unlink(missing_ok=True)
             raise
 
