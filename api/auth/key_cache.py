@@ -1,8 +1,9 @@
 """Cache the keys of a running server in memory, always as current as the key store.
 
 SQLite's `data_version` (in shared memory) shows at each request whether another connection has changed the store, so a
-created or revoked key counts from the next request. Each key is read when it is first used, and again if one has
-changed: a backend may make one for each of its sessions. Once a minute, the server itself writes when they were used.
+created or revoked key takes effect with the next request. Each key is read when it is first used, and again after any
+key has changed; not all are read at once, because a backend may create a key per session. Once a minute, the server
+itself writes when keys were last used.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from api.auth.key_store import KeyStore
 from api.auth.principal import API_KEY, CLUSTER, Caller, Key, Scope, SecretState, digest_of
 
 BUSY_MS = 50
-"""Readers only wait to recover the log of a crashed writer."""
+"""Readers wait only while the log of a crashed writer is recovered."""
 STALE_S = 2.0
 """Time for which cached keys stay valid while the store cannot be read."""
 NOTE_EVERY_S = 60.0
@@ -32,12 +33,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Hold what one secret gives access to."""
+    """Hold the key and the caller that a secret belongs to."""
 
     digest: bytes
     key: Key | None
     caller: Caller
-    # When the secret ends although its key stays valid with a newer one.
+    # Unix time at which the secret ends because the key has a newer one; None: it does not.
     ends_s: float | None = None
 
 
@@ -57,9 +58,9 @@ class KeyCache:
     """Authenticate by the keys of the store and `--api-key`. Use from the event loop.
 
     Args:
-        open_without_keys: serve all clients until there is a key; False refuses all until then.
-        cluster_secret: of the servers that ask each other; it is no key of a client.
-        now: seconds since the epoch, by which keys expire.
+        open_without_keys: whether all clients are served until there is a key, or refused.
+        cluster_secret: secret that servers of a cluster send to each other; not a client's key.
+        now: returns the seconds since the epoch by which keys expire.
 
     Raises:
         StoreUnusable, StoreFull: the folder cannot have a key store.
@@ -83,13 +84,13 @@ class KeyCache:
         # Names of keys that were used, until `take_ended` returns them.
         self._active: set[str] = set()
         self._is_told = False
-        # The number first: changes made in between are read again.
+        # The number of changes first: changes made in between are then read next time.
         self._changes = self._book.changes()
         self._read()
         self._read_s = time.monotonic()
 
     def is_open(self) -> bool:
-        """Return whether all clients are served because there has never been a key; False if that cannot be read."""
+        """Return whether all clients are served because there has never been a key; False if keys cannot be read."""
         try:
             self._refresh()
         except KeysUnreadable:
@@ -97,7 +98,7 @@ class KeyCache:
         return self._open_without_keys and self._is_empty and not self._own
 
     def is_cluster(self, secret: str) -> bool:
-        """Return whether this is the cluster's secret, by which its servers know each other."""
+        """Return whether this is the secret by which the cluster's servers authenticate each other."""
         digest = digest_of(secret)
         return any(hmac.compare_digest(own, digest) for own in self._cluster)
 
@@ -127,7 +128,7 @@ class KeyCache:
         """Check that the key of this name is still valid; principals without a stored key always pass.
 
         Raises:
-            KeyRefused: it is not.
+            KeyRefused: the key is no longer valid.
             KeysUnreadable.
         """
         self._refresh()
@@ -150,13 +151,13 @@ class KeyCache:
         return []
 
     async def keep_uses(self) -> None:
-        """Write periodically when keys were used, until cancelled."""
+        """Write the times of keys' last use periodically, until cancelled."""
         while True:
             await asyncio.sleep(NOTE_EVERY_S)
             await self.write_uses()
 
     async def write_uses(self) -> None:
-        """Write when keys were used; if the disk fails, only these times are lost."""
+        """Write the times of keys' last use; if the disk fails, only these times are lost."""
         used, self._used_s = self._used_s, {}
         if used:
             await run_in_threadpool(self._write, used)
@@ -206,7 +207,7 @@ class KeyCache:
 
 @contextmanager
 def _unreadable() -> Iterator[None]:
-    """Raises: KeysUnreadable: the store cannot be read."""
+    """Convert errors of the store. Raises: KeysUnreadable: the store cannot be read."""
     try:
         yield
     except _UNREADABLE as error:

@@ -1,8 +1,8 @@
 """Store the keys of an adapter store, in a separate SQLite file beside the adapters.
 
-Commands write it with or without a running server, and the server reads it when it has changed. It contains only the
-SHA-256 of each secret. Keys are never deleted, so that no name is reused, and a store that once had keys never becomes
-open again by accident.
+Commands write it with or without a running server, and the server reads it again after a change. It contains only the
+SHA-256 of each secret. Keys are never deleted, so no name is reused, and a store that once had keys never becomes open
+again by accident.
 """
 
 import contextlib
@@ -57,13 +57,13 @@ _COUNTER = (
         for number, change in enumerate(kinds)
     ),
 )
-"""Counts every change but those of `last_used_s`, whoever makes it."""
+"""Counts every change except those of `last_used_s`, by any connection."""
 _COLUMNS = "name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s"
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
 
 
 class InvalidKey(Exception):
-    """Report a key that cannot be created, or does not exist; `option` is the option to correct."""
+    """Report a key that cannot be created, or does not exist; `option` names the option to correct."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ def has_keys(root: Path) -> bool:
 
 
 class KeyStore:
-    """Connect to the key store in a store's folder, which is created if missing; readable by its owner only.
+    """Connect to the key store in a store's folder. It is created if missing, and readable by its owner only.
 
     Each change is one transaction, durable when the method returns. Threads may take turns.
 
@@ -122,7 +122,7 @@ class KeyStore:
                 )
             if not self._has_counter():
                 with self._transaction():
-                    # Stores of earlier versions have none.
+                    # Stores of earlier versions have no counter.
                     for statement in () if self._has_counter() else _COUNTER:
                         self._db.execute(statement)
 
@@ -136,7 +136,7 @@ class KeyStore:
         """Return a number that changes when another connection changes the store; reads no data (some 10 microseconds).
 
         Raises:
-            StoreUnusable: the file was removed, or another has its name: what commands change is not seen here.
+            StoreUnusable: the file was removed or replaced, so changes made by commands would not be seen here.
         """
         with _errors():
             number = int(self._db.execute("PRAGMA data_version").fetchone()[0])
@@ -145,7 +145,7 @@ class KeyStore:
             return number
 
     def num_changes(self) -> int:
-        """Return the number of changes to keys and secrets so far; noting that a key was used is not one."""
+        """Return the number of changes to keys and secrets so far; times of last use do not count."""
         with _errors():
             return int(self._db.execute("SELECT number FROM changes").fetchone()[0])
 
@@ -157,7 +157,7 @@ class KeyStore:
         return file.st_dev, file.st_ino
 
     def all(self) -> list[Key]:
-        """Return all keys there ever were, oldest first."""
+        """Return all keys ever created, oldest first."""
         with _errors():
             return [_key(row) for row in self._db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_s, name")]
 
@@ -175,7 +175,7 @@ class KeyStore:
             return None if row is None else _key(row)
 
     def ended(self, names: Iterable[str], now_s: float) -> set[str]:
-        """Return those of these names whose keys are revoked, or have expired at a time."""
+        """Return the names among these whose keys are revoked or, at time `now_s`, expired."""
         query = "SELECT name FROM json_each(?) JOIN keys ON name = value WHERE revoked_s IS NOT NULL OR expires_s <= ?"
         with _errors():
             return {name for (name,) in self._db.execute(query, (json.dumps(list(names)), now_s))}
@@ -196,7 +196,7 @@ class KeyStore:
         """Create a key and return it with its secret, which is not stored.
 
         Raises:
-            InvalidKey: the name is invalid or in use, or the key would have no permissions or no time.
+            InvalidKey: the name is invalid or in use, or the key would have no permissions or be expired.
         """
         _check(name, scopes, adapters)
         key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
@@ -216,7 +216,7 @@ class KeyStore:
         return key, secret
 
     def rotate(self, name: str, grace_s: float = 0.0) -> tuple[Key, str]:
-        """Create a new secret for a key; the earlier ones end after so many seconds.
+        """Create a new secret for a key; its earlier ones end after `grace_s` seconds.
 
         Raises:
             InvalidKey: there is no such key, or it is no longer valid.
@@ -258,10 +258,10 @@ class KeyStore:
             return [{**key, "secrets": [list(one) for one in secrets.get(key["name"], [])]} for key in named]
 
     def replace_all(self, keys: Sequence[Mapping[str, Any]]) -> None:
-        """Make these, as `exported` returned them, all the keys there are; keep when they were used here.
+        """Replace all keys with these, in the form of `exported`; keep the times of their last use here.
 
         Raises:
-            KeyError, TypeError, ValueError, ArithmeticError, StoreUnusable: they are malformed; nothing changed.
+            KeyError, TypeError, ValueError, ArithmeticError, StoreUnusable: a key is malformed; nothing changed.
         """
         rows = [[key[column] for column in _EXPORTED] for key in keys]
         secrets = [(bytes.fromhex(digest), key["name"], ends_s) for key in keys for digest, ends_s in key["secrets"]]
@@ -273,18 +273,18 @@ class KeyStore:
             self._db.executemany(f"INSERT INTO keys ({', '.join(_EXPORTED)}) VALUES ({marks})", rows)
             self._db.executemany("INSERT INTO secrets VALUES (?, ?, ?)", secrets)
             self._db.executemany("UPDATE keys SET last_used_s = ? WHERE name = ?", used_s)
-            # One that cannot be read would make all of them unreadable.
+            # Check that all can be read: one malformed key would make all of them unreadable.
             self.all()
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
-        """Store when keys were last used, by their names."""
+        """Store the times of last use by key name."""
         with _errors(), self._transaction():
             query = "UPDATE keys SET last_used_s = max(coalesce(last_used_s, 0), ?) WHERE name = ?"
             self._db.executemany(query, [(when, name) for name, when in used_s.items()])
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Read a consistent state, whatever other connections change."""
+        """Read a consistent state, even if other connections make changes."""
         self._db.execute("BEGIN")
         try:
             yield

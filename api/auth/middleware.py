@@ -1,6 +1,6 @@
 """Authenticate each request in front of all routes, so that no route can omit it.
 
-The decision uses the path that the router gets, before it is rebuilt to an address: a Host header cannot change it
+The decision uses the path that the router gets, not one taken from a rebuilt URL, so a Host header cannot change it
 (CVE-2026-48746 in vLLM). A secret is never logged and never repeated in a response.
 """
 
@@ -42,7 +42,7 @@ class AuthMiddleware:
             return
         try:
             caller = self._caller(scope)
-            # Copied, as requests share the server's state. Set before a refusal, so that the caller is logged.
+            # Copied, because requests share the server's state. Set before a refusal, so that the caller is logged.
             scope["state"] = {**scope.get("state", {}), STATE: caller}
             _check_scope(scope, caller)
         except ApiError as refusal:
@@ -60,7 +60,7 @@ class AuthMiddleware:
             return self._keys.caller(secret)
 
     def _cluster_or_anybody(self, scope: Scope) -> Caller:
-        """Return who asks a server without keys: the secret of its cluster is the only one that it reads."""
+        """Return the caller at a server without keys, which accepts only one secret: its cluster's."""
         kind, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
         is_cluster = kind.lower() == "bearer" and self._keys.is_cluster(secret.strip())
         return self._keys.caller(secret.strip()) if is_cluster else ANYBODY
@@ -70,7 +70,7 @@ def check_key(keys: KeyCache, principal: str) -> None:
     """Check that a key is still valid, for code that acts for a key without its secret.
 
     Raises:
-        ApiError: 401, it is revoked or expired; 503, keys cannot be read now.
+        ApiError: 401, the key is revoked or expired; 503, keys cannot be read now.
     """
     with _refusals():
         keys.check(principal)
@@ -120,7 +120,7 @@ def _secret(scope: Scope) -> str:
     """Return the request's secret.
 
     Raises:
-        ApiError: 401, it is missing or in the wrong place.
+        ApiError: 401, the secret is missing or in the wrong place.
     """
     headers = Headers(scope=scope)
     given = headers.getlist("authorization")
@@ -151,5 +151,5 @@ def _unauthorized(message: str, code: str) -> ApiError:
 
 
 def _is_route(scope: Scope) -> bool:
-    """Return whether the application has such a route; only for routes that are not in the table."""
+    """Return whether the application has such a route; called only for routes that are not in the table."""
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)

@@ -1,4 +1,4 @@
-"""Define API keys as the server stores them, and the caller that a key identifies to the code behind it."""
+"""Define API keys as the server stores them, and the caller that a key identifies."""
 
 import hashlib
 import re
@@ -16,12 +16,12 @@ from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.references import OTHERS
 
 PREFIX = "lorasrv-"
-"""Prefix of each generated secret, by which people and secret scanners recognise one."""
+"""Prefix of each generated secret, by which people and secret scanners recognise it."""
 API_KEY = "api-key"
 CLUSTER = "cluster"
 RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY, CLUSTER, OTHERS})
 """Principals without a stored key: any client of a server without keys, the holder of `--api-key`, and other servers of
-the same cluster; and what metrics call all keys that have no series of their own."""
+the same cluster; also the name under which metrics sum keys without their own series."""
 _ALPHABET = string.ascii_letters + string.digits
 _CHARS = 43  # log2(62 ** 43) = 256 bits
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -66,11 +66,11 @@ class Key:
     created_s: float
     expires_s: float | None = None
     revoked_s: float | None = None
-    # Up to a minute late.
+    # Written up to a minute late.
     last_used_s: float | None = None
 
     def state(self, now_s: float) -> KeyState:
-        """Return whether the key is valid now, and why not."""
+        """Return "active", or why the key is no longer valid."""
         if self.revoked_s is not None:
             return "revoked"
         return "expired" if self.expires_s is not None and self.expires_s <= now_s else "active"
@@ -106,14 +106,14 @@ STATE = "caller"
 
 
 class Scope(StrEnum):
-    """Name what a key may do; `ADMIN` includes the others, but for `REPLICATE`."""
+    """Name what a key may do; `ADMIN` includes all others except `REPLICATE`."""
 
     INFER = "infer"
     UPLOAD = "upload"
-    # What monitoring reads, which names all adapters.
+    # Metrics for monitoring, which name all adapters.
     METRICS = "metrics"
     ADMIN = "admin"
-    # What servers of a cluster tell each other. Digests of pages say who has sent which prompt: no client may ask.
+    # Requests between servers of a cluster. No client may send them, because page digests reveal who sent which prompt.
     REPLICATE = "replicate"
 
 
@@ -121,8 +121,8 @@ class Scope(StrEnum):
 class Caller:
     """Identify the holder of a key, or any client of a server without keys."""
 
-    # Names the key behind the HTTP layer: in the engine's accounts, as owner of versions, files and batches, and as the
-    # salt of prefix pages.
+    # Identifies the key below the HTTP layer: in the engine's accounts, as owner of versions, files and batches, and as
+    # the salt of prefix pages.
     principal: str
     scopes: frozenset[Scope]
     # Patterns of the ids that the caller may see (`mia*`).
@@ -150,7 +150,7 @@ NOBODY = Caller(ANONYMOUS, frozenset(), ())
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Return the caller, which the authentication middleware has put into the scope."""
+    """Return the caller that the authentication middleware has put into the scope."""
     caller = scope.get("state", {}).get(STATE, ANYBODY)
     assert isinstance(caller, Caller)
     return caller

@@ -1,12 +1,12 @@
 """Enforce the `KeyLimits` of each key: requests and tokens per minute, and concurrent answers.
 
-Rates are token buckets with a capacity of one minute, so a key that was idle may use that much at once. The length of
-an answer is not known in advance: a prompt is charged when it is accepted, an answer when it ends, and the bucket of
-tokens may go negative, which must be refilled before the next request. Generated tokens are charged even if they were
-not read. Refused requests cost nothing, with two exceptions: a timeout, because much may have been computed, and a
-refusal because of a cold adapter, because that request started its load. Other requests that change or compute
-something are charged as requests without tokens, also if they fail. All state is in memory, and lost at a restart. For
-the event loop's thread.
+Rates are token buckets with a capacity of one minute, so a key that was idle may use a minute's worth at once. The
+length of an answer is not known in advance: a prompt is charged when it is accepted, an answer when it ends. The bucket
+of tokens may therefore become negative, and must be refilled before the next request. Generated tokens are charged even
+if they were not read. Refused requests cost nothing, with two exceptions: a timeout, because much may have been
+computed, and a refusal because of a cold adapter, because that request started its load. Other requests that change or
+compute something are charged as requests without tokens, even if they fail. All state is in memory, and lost at a
+restart. For the event loop's thread.
 """
 
 import math
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 """Response headers with a key's rates, named as OpenAI's."""
 Kind = Literal["requests", "tokens", "answers"]
-"""What limits of keys count."""
+"""What a limit of a key counts."""
 USUAL_ANSWER_S = 1.0
 NEWEST_WEIGHT = 0.2
 """Weight of the newest answer in the moving average of their durations."""
@@ -42,7 +42,7 @@ _EPSILON = 1e-6
 
 
 class Bucket(Protocol):
-    """Declare what accounts use of a `TokenBucket`."""
+    """Declare the part of `TokenBucket` that accounts use."""
 
     rate: float
     capacity: float
@@ -74,7 +74,7 @@ class KeyAccount:
         self.tokens = self._adjusted(self.tokens, "tokens", limits.tokens_per_min)
 
     def new_bucket(self, kind: Kind, per_min: int) -> Bucket:
-        """Return the bucket of a rate, `requests` or `tokens`, which the account did not have yet."""
+        """Create the bucket of a rate, `requests` or `tokens`, that the account does not have yet."""
         return TokenBucket(per_min / 60, per_min, self.clock)
 
     def slots(self, most: int) -> int:
@@ -94,8 +94,8 @@ class KeyAccount:
         """Check that `prompts` prompts and `answers` answers fit the limits.
 
         Raises:
-            LimitExceeded: not now.
-            InvalidRequest: never.
+            LimitExceeded: they do not fit now.
+            InvalidRequest: they never fit.
         """
         if self.requests is not None:
             _refuse_impossible(prompts, "prompts", self.requests.capacity, "requests_per_min", "prompt")
@@ -122,13 +122,13 @@ class KeyAccount:
             )
 
     def is_idle(self) -> bool:
-        """Return whether the account can be dropped without an effect on limits."""
+        """Return whether the account can be dropped without affecting limits."""
         buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
         return not self.begun_s and all(bucket.is_full for bucket in buckets)
 
 
 class Reservation:
-    """Hold what one request has taken of its key's limits, until its last answer ends."""
+    """Hold what one request uses of its key's limits, until its last answer ends."""
 
     def __init__(self, account: KeyAccount, prompts: int, answers: int, clock: Callable[[], float]) -> None:
         self.account = account
@@ -158,7 +158,7 @@ class Reservation:
         Args:
             count: number of ended answers.
             refused: whether a refusal ended them.
-            warmed: whether the refused request started the load of an adapter, so that it counts as a request.
+            warmed: whether the refused request started the load of an adapter, and therefore counts as a request.
         """
         count = min(count, self._num_open)
         for _ in range(count):
@@ -203,7 +203,7 @@ class CountedStream(AsyncIterator[RequestOutput]):
         return output
 
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
-        # Neither the first output, which has been read here, nor the last one is passed on.
+        # Accounting is not affected: the first output has been read here, and the last one is not passed on.
         self._stream.pass_to(take)
 
     async def aclose(self, why: str = CLIENT) -> None:
@@ -213,7 +213,7 @@ class CountedStream(AsyncIterator[RequestOutput]):
     def _end(self, *, refused: bool = False, warmed: bool = False) -> None:
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
-            # Tokens that were not read were computed, too.
+            # Includes tokens that were computed but not read.
             reservation.charge(self._stream.num_generated_tokens)
             reservation.end(refused=refused, warmed=warmed)
 
@@ -232,14 +232,14 @@ class RateLimiter:
         self._clock = clock
         self._on_refused = on_refused
         self._accounts: dict[str, KeyAccount] = {}
-        # From so many on, those that are idle are dropped.
+        # When there are this many accounts, idle ones are dropped.
         self._most_accounts = MAX_ACCOUNTS
 
     async def prepare(self, caller: Caller, prompts: int = 1, answers: int = 1) -> None:
-        """Prepare to decide about a request: here everything that is needed for that is known.
+        """Get what is needed to decide about a request; here nothing, but a follower asks its registry for permits.
 
         Args:
-            prompts, answers: as of `reserve`; 0 answers: as of `spend`.
+            prompts, answers: as for `reserve`; 0 answers: as for `spend`.
         """
 
     def check(self, caller: Caller) -> None:
@@ -251,7 +251,7 @@ class RateLimiter:
             self._check(account, caller.limits, 1, 1)
 
     def spend(self, caller: Caller) -> None:
-        """Charge one request without tokens; it is not refused for a negative bucket of tokens.
+        """Charge one request without tokens; a negative bucket of tokens does not refuse it.
 
         Raises: LimitExceeded.
         """
@@ -268,7 +268,7 @@ class RateLimiter:
 
         Returns: None for a key without limits.
         Raises:
-            LimitExceeded: a limit is reached for now; names it.
+            LimitExceeded: a limit is reached for now; the error names it.
             InvalidRequest: the request exceeds a limit on its own, so it can never be accepted.
         """
         account = self._account(caller)
@@ -306,7 +306,7 @@ class RateLimiter:
         if account is None:
             if len(self._accounts) >= self._most_accounts:
                 self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle()}
-                # Not again before there are twice as many: all are looked at each time.
+                # Next time only when there are twice as many, because each time all accounts are checked.
                 self._most_accounts = max(MAX_ACCOUNTS, 2 * len(self._accounts))
             account = self._accounts[caller.principal] = self._new_account(caller.principal)
         account.set_limits(limits)

@@ -1,6 +1,6 @@
-"""Define the scope that each route needs, by method and route, and which requests count against a key's rate limit.
+"""Define the scope that each route needs, by method and path, and which requests count against a key's rate limit.
 
-Routes that are missing in the table need `admin`.
+Routes that are missing from the table need `admin`.
 """
 
 import re
@@ -18,7 +18,7 @@ ADMIN = frozenset({Scope.ADMIN})
 REPLICATE = frozenset({Scope.REPLICATE})
 EITHER = INFER | UPLOAD
 OPEN_PATHS = frozenset({"/", "/health", "/ready", *CONSOLE_PATHS})
-"""The console's files contain no data: the page requests that with the key that the user enters."""
+"""Need no key. The console's files contain no data: the page requests data with the key that the user enters."""
 NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/chat/completions"): INFER,
     ("POST", "/v1/completions"): INFER,
@@ -72,15 +72,15 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/pages/offer"): REPLICATE,
     ("GET", "/v1/pages/{lease}"): REPLICATE,
 }
-"""Any of these scopes is sufficient, and `admin` always is, but where `replicate` is needed."""
+"""Any of these scopes is sufficient. So is `admin`, except where `replicate` is needed."""
 FURTHER_NEEDS: Mapping[tuple[str, str], str] = {("PATCH", "/v1/adapters/{reference}"): "pins and limits: admin"}
-"""What a route does only with a further scope, which it checks itself."""
+"""Actions of a route that need a further scope, which the route checks itself."""
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 """Methods that change or compute something: each request counts against its key's rate limit."""
 GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate", "/generate_stream", "/"}
 )
-"""Exceptions: these count one request per prompt, after validation."""
+"""Exceptions to `CHANGING`: these count one request per prompt, after validation."""
 _CANCEL = re.compile(r"/v1/batches/[^/]+/cancel")
 """Cancelling a batch must work even when its key's rate limit is used up."""
 
@@ -104,13 +104,13 @@ def needs_no_key(method: str, path: str) -> bool:
 
 
 def needed(method: str, path: str) -> frozenset[Scope] | None:
-    """Return the scopes of a route; None if it is missing in the table. HEAD is treated as GET."""
+    """Return the scopes of a route; None if it is missing from the table. HEAD is treated as GET."""
     route = _route(method, path)
     return None if route is None else NEEDS[route]
 
 
 def further_needs(method: str, path: str) -> str:
-    """Return what a route does only with a further scope; "" if nothing."""
+    """Return the actions of a route that need a further scope; "" if there are none."""
     route = _route(method, path)
     return "" if route is None else FURTHER_NEEDS.get(route, "")
 
