@@ -1,6 +1,6 @@
 """Observe each HTTP request for metrics, logs and spans: route, status, times; contents only on request.
 
-Plain ASGI, and the outermost middleware, so that responses of all other layers are seen.
+Plain ASGI, and the outermost middleware, so that it sees the responses of all other layers.
 """
 
 import logging
@@ -30,9 +30,9 @@ class RequestInfo:
     """Describe one HTTP request.
 
     Attributes:
-        answers: finished engine requests, in the order of their ends.
+        answers: finished engine requests, in the order in which they ended.
         broken: whether something failed after the response had begun. A stream whose answer fails keeps its status.
-        began_s, began_ns: start, monotonic and Unix time.
+        began_s, began_ns: start in monotonic seconds, and in Unix nanoseconds.
         received, sent: first bytes of both bodies, if they are kept.
     """
 
@@ -61,7 +61,7 @@ class RequestInfo:
 
     @property
     def path(self) -> str:
-        """Return the path as the client sent it, with escapes, without the query and API keys; its beginning only."""
+        """Return the beginning of the path as the client sent it, with escapes, without query and API keys."""
         path = self._scope.get("raw_path") or self._scope["path"].encode("utf-8", "surrogateescape")
         path = _SECRET.sub(rb"\1********", path)
         return bytes(path[:MAX_PATH_BYTES]).decode("ascii", "backslashreplace")
@@ -72,12 +72,12 @@ class RequestInfo:
 
     @property
     def error_code(self) -> str:
-        """Return the code of the error that it was answered with; "" if there is none."""
+        """Return the code of the error response; "" if there was none."""
         return self._scope.get(ERROR_CODE) or ""
 
     @property
     def error_cause(self) -> str:
-        """Return what the client was not told about that error; "" if it was told all."""
+        """Return the error's details that the client was not told; "" if there are none."""
         return self._scope.get(ERROR_CAUSE) or ""
 
     @property
@@ -92,11 +92,11 @@ class RequestInfo:
 
     @property
     def prompts(self) -> list[FinishedRequestStats]:
-        """Return the answers that stand for their prompts, which have several: the first choice of each."""
+        """Return one answer per prompt, the first choice, so that a prompt with several choices counts once."""
         return [answer for answer in self.answers if not answer.is_further] or self.answers[:1]
 
     def on_request_finished(self, request: FinishedRequestStats) -> None:
-        """Add a finished engine request. Ignored after the response: a batch runs on in its context."""
+        """Add a finished engine request; ignored after the response, because a batch continues in its context."""
         if not self._is_over and len(self.answers) < MAX_ANSWERS:
             self.answers.append(request)
 

@@ -1,8 +1,8 @@
 """Write the server's log to stderr: a line per event, as JSON or as text, from every source.
 
-All lines go through one handler of Python's logging: ours, uvicorn's, Python's warnings. Our own start at
-`--log-level`, those of others at warning or above. No line contains a prompt, an answer or a header, unless
-`--log-prompts` requests the beginnings of bodies.
+All lines go through one handler of Python's logging: ours, uvicorn's, Python's warnings. Our loggers use
+`--log-level`, all others warning or above. No line contains a prompt, an answer or a header, unless `--log-prompts`
+requests the beginnings of bodies.
 """
 
 import io
@@ -23,9 +23,9 @@ from api.replication.headers import CHANGES, LEASE, REPLICA, USAGE
 
 OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", LEASE, CHANGES, USAGE, REPLICA})
-"""Polled by machines every few seconds: logged at debug."""
+"""Polled by machines every few seconds, and therefore logged at debug."""
 MAX_SHOWN = 500
-"""Shown characters of a body."""
+"""Most characters shown of a body."""
 _LOG = logging.getLogger(__name__)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -35,7 +35,7 @@ def written(log_format: str, log_level: str, stream: TextIO | None = None) -> It
     """Send all log lines of the process to `stream` (default stderr) within the block.
 
     Args:
-        log_format: json, text, or auto, which is text for a terminal.
+        log_format: json, text, or auto: text for a terminal, else json.
         log_level: debug, info, warning or error.
     """
     stream = stream or sys.stderr
@@ -58,8 +58,8 @@ def written(log_format: str, log_level: str, stream: TextIO | None = None) -> It
 
 
 def request_logger(keeps_text: bool = False) -> Callable[[RequestInfo], None]:
-    """Return a function that logs each request; with `keeps_text`, including the beginnings of both bodies if it was
-    answered.
+    """Return a function that logs each request; with `keeps_text`, it includes the beginnings of both bodies if the
+    engine answered.
     """
 
     def log(seen: RequestInfo) -> None:
@@ -85,7 +85,7 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
     if seen.answers:
         fields |= _of_answers(seen)
     if seen.error_code:
-        # The engine's own reason, where it has accepted the request, says more.
+        # If the engine accepted the request, its own reason says more.
         fields.setdefault("why", seen.error_code)
     if seen.error_cause:
         fields["cause"] = seen.error_cause
@@ -95,14 +95,14 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
 
 
 def _place(seen: RequestInfo) -> dict[str, str]:
-    """Return the route's template; the path, on one line, of a request that was refused before it had a route."""
+    """Return the route's template or, for a request that was refused before it had a route, the path on one line."""
     if seen.route != NO_ROUTE:
         return {"route": seen.route}
     return {"path": _CONTROL.sub(_escaped, seen.path)}
 
 
 def _of_answers(seen: RequestInfo) -> dict[str, Any]:
-    """Combine all choices: a prompt counts once, times are the longest."""
+    """Combine the figures of all choices: a prompt counts once, times are the longest."""
     answers, prompts = seen.answers, seen.prompts
     fields: dict[str, Any] = {
         "prompt_tokens": sum(answer.prompt_tokens for answer in prompts),

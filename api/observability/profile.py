@@ -1,4 +1,4 @@
-"""Write at the end of `serve --profile FILE`, as JSON, how the server's time was spent: by part and thread."""
+"""At the end of `serve --profile FILE`, write how the server's time was spent, by part and thread, as JSON."""
 
 import json
 import logging
@@ -50,10 +50,10 @@ def profile_written(path: Path | None, profile: StepProfile) -> Iterator[None]:
 
 
 def describe(profile: StepProfile, wall_s: float, loop_s: float) -> dict[str, Any]:
-    """Return seconds by part and thread; kernels' are those that the engine's thread has spent on them.
+    """Return seconds by part and thread; the time of kernels is what the engine's thread spent on them.
 
-    Of the event loop's thread, `outputs` is the time that tokens take to become text and to be written to streams,
-    `http` the rest of its CPU time.
+    In the event loop's thread, `outputs` is the time for turning tokens into text and writing it to streams, and `http`
+    the rest of its CPU time.
     """
     seconds = profile.seconds()
     loop = {"outputs": seconds.pop("outputs", 0.0)}

@@ -21,7 +21,7 @@ class Observability:
     """Hold the observers of one server."""
 
     registry: CollectorRegistry
-    # Look before metrics are collected; None: vLLM's names are not asked for.
+    # Call its `look` before metrics are collected; None: vLLM's names are not wanted.
     residents: ResidentAdapters | None
     # Wraps all other middleware.
     middleware: Middleware

@@ -1,8 +1,8 @@
 """Export OpenTelemetry spans on request: one per HTTP request, with adapter load, queue, prefill and decode inside.
 
-A span is created when its request is over, from times that were recorded anyway: until then tracing costs nothing, and
+A span is created when its request has ended, from times that are recorded anyway: until then tracing costs nothing, and
 no context has to be passed on. A thread sends spans (`BatchSpanProcessor`) and drops them when it cannot keep up.
-Attributes follow OpenTelemetry's conventions for HTTP and for generative AI; ours begin with `lorasrv.`.
+Attributes follow OpenTelemetry's conventions for HTTP and for generative AI; our own begin with `lorasrv.`.
 """
 
 import os
@@ -25,14 +25,14 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/comp
 GENERATION = "generate_content"
 MAX_CHOICES_SHOWN = 8
 LAST_SPANS_S = 2.0
-"""Time for which shutdown may wait for a collector: draining (`--drain-s`) leaves that much time."""
+"""Time for which shutdown may wait for a collector; the default of `--drain-s` leaves this much."""
 
 
 def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> "Tracing | None":
     """Configure tracing from `--otlp-endpoint` or OpenTelemetry's own variables; return None without either.
 
     Raises:
-        ConfigError: the packages for it are not installed.
+        ConfigError: the packages for tracing are not installed.
     """
     asker = (
         "--otlp-endpoint" if endpoint else next((name for name in ENDPOINT_VARIABLES if environment.get(name)), None)
@@ -76,7 +76,7 @@ class Tracing:
             attributes=_attributes(seen),
             start_time=seen.began_ns,
         )
-        # Server errors only: a client's mistake is not an error of the span.
+        # Server errors only: a client's error is not an error of the span.
         if seen.status >= 500 or seen.broken:
             span.set_status(trace.Status(trace.StatusCode.ERROR))
         if span.is_recording():

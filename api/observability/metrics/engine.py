@@ -1,6 +1,6 @@
 """Export the engine's newest statistics and its thread's counters under Prometheus names, and the store's counts.
 
-Nothing here reads a disk.
+Nothing here reads from disk.
 """
 
 import time

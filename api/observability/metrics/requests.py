@@ -1,4 +1,4 @@
-"""Export requests as their clients see them: waiting times and refusals by route, key and adapter."""
+"""Export requests as clients see them: waiting times and refusals by route, key and adapter."""
 
 import math
 import time
@@ -110,7 +110,7 @@ class EdgeCollector(Collector):
 
 
 def connections_cut(cuts: Mapping[str, int]) -> Metric:
-    """Return the figures of closed connections, by cause."""
+    """Return the metric of closed connections by cause."""
     family = CounterMetricFamily(
         "lorasrv_connections_cut", "Connections closed because of a client limit", labels=["reason"]
     )
@@ -133,7 +133,7 @@ class _Shown:
     first_token_s: float = 0.0
 
     def add(self, request: FinishedRequestStats) -> None:
-        """Count a request; its tokens and time only if the adapter answered, as in the ledger."""
+        """Count a request, and its tokens and time if the adapter answered, as in the ledger."""
         self.requests += 1
         if request.fell_back or not request.is_answered:
             return
@@ -146,11 +146,11 @@ class _Shown:
 
 
 class TopAdapters(Collector):
-    """Export series for the adapters with the most traffic, and one for all others, as a series each would be too
-    many.
+    """Export a series for each of the adapters with the most traffic, and one for all others, because a series for
+    every adapter would be too many.
 
-    The name is decided when a request ends, and counts stay where they were counted: a series only increases while it
-    is shown, and one that comes back begins at 0. An adapter takes the place of the named one with the least recent
+    The series is chosen when a request ends, and its counts are never moved to another one: a series only increases
+    while it is shown, and begins at 0 if it returns. An adapter replaces the named adapter with the least recent
     traffic once it has `PROMOTION` times as much.
     """
 
@@ -163,14 +163,15 @@ class TopAdapters(Collector):
         self._scores: dict[str, float] = {}
 
     def on_request_finished(self, request: FinishedRequestStats) -> None:
-        """Count a finished request, except for the base's. An adapter `other` of an earlier version counts there."""
+        """Count a finished request, except for the base's. An adapter named `other`, which earlier versions of lorasrv
+        allowed, counts with the others."""
         name = request.adapter_id
         if not name:
             return
         if name == OTHERS:
             self._other.add(request)
             return
-        # Newer requests weigh more, which avoids reducing the weight of all older ones.
+        # Newer requests weigh more, so that the weight of older ones need not be reduced.
         age = (self._clock() - self._began_s) / RANK_OVER_S
         if age > 500:
             self._begin_anew()

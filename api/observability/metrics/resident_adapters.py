@@ -1,7 +1,7 @@
 """Export which adapters are in the pool, under vLLM's name, so that a gateway sends their requests here.
 
-`vllm:lora_requests_info` names adapters with requests only; one that waits in the pool for its next request is named
-here (vllm-project/vllm#51433, read by llm-d-router#2792). What is only in host memory is not named.
+`vllm:lora_requests_info` names only adapters with requests. This metric also names adapters that are idle in the pool
+(vllm-project/vllm#51433, read by llm-d-router#2792), but not those that are only in host memory.
 """
 
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from api.serving.served_engine import ServedEngine
 from lorasrv.errors import EngineDead, NoEngine
 
 LEVEL = "gpu"
-"""The pool, in vLLM's word, wherever its memory is."""
+"""vLLM's name for the pool's level, even if the pool is not on a GPU."""
 
 
 class ResidentAdapters(Collector):
-    """Export adapters in the pool by id, as they were at the last look."""
+    """Export adapters in the pool by id, as of the last call of `look`."""
 
     def __init__(self, engine: ServedEngine, store: AdapterStore) -> None:
         self._engine = engine
         self._store = store
-        # Content -> whether it is pinned.
+        # Adapter content -> whether it is pinned.
         self._seen: dict[AdapterKey, bool] = {}
 
     async def look(self) -> None:
-        """Ask the engine; one that does not run, or computes nothing, has none."""
+        """Ask the engine for its adapters; an engine that does not run, or computes nothing, has none."""
         try:
             pool = await self._engine.pool_map()
         except (EngineDead, NoEngine):
@@ -48,7 +48,7 @@ class ResidentAdapters(Collector):
         yield GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "Adapters in the pool", len(self._seen))
 
     def _named(self) -> dict[str, bool]:
-        """Return the ids of which a version is in the pool, and whether one of these is pinned."""
+        """Return the ids that have a version in the pool, and whether one of these versions is pinned."""
         if not self._seen:
             return {}
         found: dict[str, bool] = {}

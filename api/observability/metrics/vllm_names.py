@@ -1,4 +1,4 @@
-"""Export metrics under vLLM's names (`--metrics-compat vllm`), for dashboards made for it and for gateways.
+"""Export metrics under vLLM's names (`--metrics-compat vllm`), for dashboards made for vLLM and for gateways.
 
 Names, labels and units are as vLLM documents them. `lora_requests_info` follows the model server protocol of the
 Gateway API inference extension: the value is the sample's time, the labels are lists separated by commas.
