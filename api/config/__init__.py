@@ -1,1 +1,1 @@
-"""Settings of the server, their sources, and `--lora-modules`."""
+"""Settings of the server, their sources, and the registration of `--lora-modules`."""

@@ -11,7 +11,7 @@ from api.config.replication_settings import BOTH, ReplicationSettings
 from lorasrv.errors import ConfigError
 
 Routed = Literal["bounded", "least", "random", "hash", "p2c"]
-"""Placements of an edge, which does not know what replicas have in memory."""
+"""Placements for an edge: those that need not know what replicas have in memory."""
 DEFAULT_PLACEMENT: Routed = "bounded"
 DEFAULT_TARGET_BACKLOG_S = 2.0
 
@@ -21,7 +21,7 @@ _OF_SEVERAL = ("max_replicas", "prefill_replicas", "target_backlog_s", "placemen
 
 
 class ClusterSettings(ReplicationSettings):
-    """Hold the options of `serve` for several replicas, and of each of them."""
+    """Hold the options of `serve` for several replicas, and for each replica."""
 
     replicas: Annotated[
         _AtLeastOne | None,
@@ -48,7 +48,7 @@ class ClusterSettings(ReplicationSettings):
     ] = DEFAULT_PLACEMENT
 
     def check_is_registry(self) -> None:
-        """Refuse options that would do nothing in a registry.
+        """Refuse options that have no effect in a registry.
 
         Raises:
             ConfigError: names the option.
@@ -60,7 +60,7 @@ class ClusterSettings(ReplicationSettings):
                 raise ConfigError(f"{flag(name)} is of servers that answer prompts, a registry is one; leave it out")
 
     def check_alone(self) -> None:
-        """Refuse options that would do nothing in one server.
+        """Refuse options that have no effect in a single server.
 
         Raises:
             ConfigError: names the option.
@@ -76,7 +76,7 @@ class ClusterSettings(ReplicationSettings):
             )
 
     def check_replicated(self) -> None:
-        """Refuse options that would do nothing in replicas behind an edge.
+        """Refuse options that have no effect in replicas behind an edge.
 
         Raises:
             ConfigError: names the option.
@@ -88,10 +88,10 @@ class ClusterSettings(ReplicationSettings):
             )
 
     def with_cluster_secret(self) -> Self:
-        """Return the settings with the secret itself in place of its file: a new one, if none is given.
+        """Return the settings with the cluster's secret instead of its file; generate a secret if none is given.
 
         Raises:
-            ConfigError: as `read_cluster_secret`.
+            ConfigError: as for `read_cluster_secret`.
         """
         secret = self.read_cluster_secret() or secrets.token_urlsafe(24)
         return self.model_copy(update={"cluster_secret": SecretStr(secret), "cluster_secret_file": None})

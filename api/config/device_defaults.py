@@ -1,13 +1,13 @@
-"""Fit settings to the device, once torch can say which it is."""
+"""Fit settings to the device, once torch can tell which one is used."""
 
 from api.config.settings import ServerSettings
 
 
 def fitted(settings: ServerSettings) -> ServerSettings:
-    """Return the settings with a GPU's defaults if they mean one. Imports torch.
+    """Return the settings, with the defaults for GPUs if their device is one. Imports torch.
 
     Raises:
-        ConfigError: they name a device that is not there.
+        ConfigError: the settings name a device that does not exist.
     """
     from lorasrv.worker.device import resolve_device
     from lorasrv.worker.host_memory import free_bytes

@@ -336,7 +336,7 @@ class EngineSettings(PartitionSettings):
         """Build the engine's configuration.
 
         Raises:
-            ConfigError: a value is out of range; names the flag.
+            ConfigError: a value is out of range; the error names the flag.
         """
         config: EngineConfig = self._built(EngineConfig)
         return config
@@ -345,7 +345,7 @@ class EngineSettings(PartitionSettings):
         """Return the default limits of every adapter, or of every key.
 
         Raises:
-            ConfigError: a value is out of range; names the flag.
+            ConfigError: a value is out of range; the error names the flag.
         """
         limits: Limits = self._built(Limits, f"scheduler.{of}_limits.")
         return limits

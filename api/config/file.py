@@ -1,6 +1,6 @@
 """Find and read the configuration file: options of `serve` at its top level, options of clients in [client].
 
-Does not import pydantic: `lorasrv list` and shell completion read [client], and start-up time counts there.
+Does not import pydantic, because `lorasrv list` and shell completion read [client] and must start fast.
 """
 
 import os
@@ -19,7 +19,7 @@ CLIENT_KEYS = ("server", "api_key")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Hold the parsed file, with underscores in names. Values are as TOML has them; only [client] is checked."""
+    """Hold the parsed file, with underscores in names. Values are TOML's; only [client] is checked."""
 
     path: Path
     serve: dict[str, Any] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class ConfigFile:
 
 
 def default_path() -> Path:
-    """Return the path that is read if it exists and no other is given."""
+    """Return the path to read if no other is given and it exists."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "lorasrv" / "config.toml"
 
@@ -35,7 +35,7 @@ def default_path() -> Path:
 def find(given: Path | None = None) -> Path | None:
     """Return the file to read: the given one, else the one of LORASRV_CONFIG, else the default one.
 
-    Returns: None without a named file if the default one does not exist.
+    Returns: None if no file is named and the default one does not exist.
     """
     named = given or (Path(text) if (text := os.environ.get(ENVIRONMENT)) else None)
     if named is not None:
@@ -51,7 +51,7 @@ def read(path: Path) -> ConfigFile:
     """Read and parse a file.
 
     Raises:
-        ConfigError: the file cannot be read or is not TOML, or [client] has an unknown key; names file and key.
+        ConfigError: the file cannot be read or is not TOML, or [client] has an unknown key; the error names both.
     """
     try:
         values = tomllib.loads(path.read_text("utf-8"))

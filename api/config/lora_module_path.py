@@ -1,4 +1,4 @@
-"""Parse `--lora-modules`: adapters in folders of the server's machine, in vLLM's syntax.
+"""Parse `--lora-modules`: adapters in folders on the server's machine, in vLLM's syntax.
 
 An item is `name=path`, or JSON with `name`, `path` and `base_model_name`.
 """

@@ -1,8 +1,8 @@
-"""Register adapters from folders of the server's machine: `--lora-modules`, and imports below `--lora-import-root`.
+"""Register adapters from folders on the server's machine: `--lora-modules`, and imports below `--lora-import-root`.
 
-Folders are registered like uploads: weights by digest, full validation, a new version of the id; the same content again
-is the same version. For imports, links are resolved before paths are compared, so that a link out of the root counts as
-outside. Responses do not tell whether a path outside exists, and contain no paths.
+Folders are registered like uploads: weights by digest, full validation, a new version of the id unless a version has
+the same content. For imports, links are resolved before paths are compared, so a link out of the root counts as
+outside. Responses do not reveal whether a path outside exists, and contain no paths.
 """
 
 import contextlib
@@ -52,10 +52,10 @@ def register_modules(
     """Register all modules, and collect the problems of all before raising.
 
     Args:
-        tokenizer: as of `add_folder`.
+        tokenizer: as for `add_folder`.
 
     Raises:
-        ModulesRefused: with the names and all reasons; the other modules are registered.
+        ModulesRefused: some modules are refused, for the given reasons; the others are registered.
     """
     reasons: dict[str, list[str]] = {}
     for number, module in enumerate(modules):
@@ -63,7 +63,7 @@ def register_modules(
         try:
             done = add_folder(store, module.path.expanduser(), module.name, moves=False, tokenizer=tokenizer)
         except (AdapterError, OSError) as error:
-            # Relative to the working directory, which may be another one than was thought.
+            # Show the absolute path: the working directory may not be the one that the user expects.
             is_there = module.path.expanduser().is_dir()
             reasons[module.name] = _reasons(error) if is_there else [f"{module.path.absolute()} is not a folder"]
             continue
@@ -90,18 +90,18 @@ def add_folder(
 ) -> Registration:
     """Register the adapter in a folder, as `lorasrv upload` would.
 
-    If an older version of the id has this content, it becomes the current one; unless `moves`, it stays an older one.
-    Weights that are already stored are not copied again, unless the stored ones are damaged.
+    If an older version of the id has this content, it becomes the current one if `moves`; otherwise the current version
+    stays. Weights that are already stored are not copied again, unless the stored ones are damaged.
 
     Args:
         if_not_exists: refuse an existing id.
         moves: whether the current version may change to an older one.
         opener: function that opens the folder's files.
-        tokenizer: returns the base's tokenizer, with which the folder's own is compared; None: that is not read.
+        tokenizer: returns the base's tokenizer, to compare the folder's own with; None: the folder's is not read.
         owner: owner of the version, for `AdapterStore.register`.
     Raises:
         OSError: the folder cannot be read.
-        AdapterError: as `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
+        AdapterError: as for `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
     """
     name = check_adapter_id(adapter_id, RESERVED_IDS)
     with open_adapter_dir(folder, opener) as found, found.open_weights() as weights:
@@ -111,7 +111,7 @@ def add_folder(
             return Registration(older, created=False, report=store.version_history.report(older))
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
-        # Not stored, or damaged on disk: the copy replaces it.
+        # The weights are not stored, or are damaged on disk: copy them.
         _copy(store, weights, digest, Uploader(owner.get("principal", ANONYMOUS)))
         return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
 
@@ -119,18 +119,18 @@ def add_folder(
 def _older_version(
     store: AdapterStore, name: AdapterId, config: Mapping[str, object], weights: BufferedReader, digest: str
 ) -> AdapterRef | None:
-    """Return the id's version with this content if it is not the current one, or is and has defaults."""
+    """Return the id's version with this content, if it is an older one, or the current one and has defaults."""
     record = store.records().get(name)
     if record is None or digest not in {version.weights_digest for version in record.versions}:
         return None
-    # Stored weights were validated as a whole; config and header identify the content.
+    # Stored weights were fully validated, so config, header and digest identify the content.
     weights.seek(0)
     header = read_header(weights, os.fstat(weights.fileno()).st_size, header_cap_bytes(store.base))
     spec = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest, stored=store.form)
     found = [version.version for version in record.versions if version.key == spec.key]
     current = record.ref(record.current_version)
     if current.version in found:
-        # Registered without its defaults, it would lose them.
+        # Registering it again without its defaults would lose them.
         return current if current.persona else None
     return record.ref(found[-1]) if found else None
 

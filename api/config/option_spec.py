@@ -17,9 +17,9 @@ class OptionSpec:
     panel: str
     # Shown instead of the default's value.
     default: str = ""
-    # Placeholder of the value; by default from the type and the unit in the name.
+    # Placeholder of the value; by default derived from the type and the unit in the name.
     metavar: str = ""
-    # A value, for errors of options whose form the type does not say.
+    # Sample value, shown in errors of options whose form does not follow from the type.
     example: str = ""
     # Older names, accepted wherever the field's name is.
     aliases: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ def flag(name: str) -> str:
 
 
 def texts(value: object) -> object:
-    """Split texts at commas: one may hold several origins or names. Other values stay as they are."""
+    """Split strings at commas, because one may hold several origins or names. Other values are returned unchanged."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
@@ -59,4 +59,4 @@ def _not_negative(value: object) -> object:
 
 
 Size = Annotated[ByteSize, BeforeValidator(_not_negative)]
-"""Bytes, also as 512MiB or 2GB."""
+"""Number of bytes; accepts 512MiB or 2GB, too."""

@@ -1,5 +1,5 @@
-"""Declare the options of `serve` by which servers of one cluster know each other; `ServerSettings` has them with all
-others."""
+"""Declare the options of `serve` by which servers of a cluster reach and authenticate each other; `ServerSettings` has
+them with all others."""
 
 import re
 from functools import partial
@@ -57,10 +57,10 @@ class ReplicationSettings(BaseModel):
     ] = BOTH
 
     def read_registry_key(self) -> str | None:
-        """Return the key that the registry is asked with, in clear text.
+        """Return the key to send to the registry, in clear text.
 
         Raises:
-            ConfigError: as `read_cluster_secret`.
+            ConfigError: as for `read_cluster_secret`.
         """
         return self.registry_key.get_secret_value() if self.registry_key is not None else self.read_cluster_secret()
 
@@ -68,7 +68,7 @@ class ReplicationSettings(BaseModel):
         """Return the cluster's secret in clear text; None if there is none.
 
         Raises:
-            ConfigError: the file cannot be read, or the secret is none.
+            ConfigError: the file cannot be read, the secret is malformed, or both options are given.
         """
         if self.cluster_secret is not None and self.cluster_secret_file is not None:
             raise ConfigError("--cluster-secret and --cluster-secret-file are two secrets; give one of them")

@@ -200,7 +200,7 @@ class ServerSettings(ClusterSettings, EngineSettings):
         """Return the faults to inject.
 
         Raises:
-            ConfigError: a part is not a fault; names it.
+            ConfigError: a part is not a fault; the error names it.
         """
         from lorasrv.engine.fault_injection import parse_faults
 

@@ -1,7 +1,7 @@
 """Resolve options of `serve` by precedence: flags, environment, configuration file, defaults.
 
-`ServerSettings` validates values; this module records where each one was given, for `lorasrv config show` and for error
-messages, which name the flag, the variable, or the file and its key.
+`ServerSettings` validates values. This module records where each value was given, for `lorasrv config show` and for
+error messages, which name the flag, the variable, or the file and its key.
 """
 
 import os
@@ -25,7 +25,7 @@ FIELDS = tuple(OPTIONS)
 # Known variables that are not options of `serve`; those of tests are ignored.
 _OTHERS = ("SERVER", "TRACEBACK", ENVIRONMENT.removeprefix(PREFIX))
 _TESTS = "TEST_"
-# Flags of this command: in backticks are whole commands, which stay as they are.
+# Matches flags of this command. Text in backticks is a whole command, whose flags stay as they are.
 _FLAG = re.compile(r"`[^`]*`|--([a-z][a-z0-9-]*)")
 _KINDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOUNDS = (("ge", "at least {}"), ("gt", "above {}"), ("le", "at most {}"), ("lt", "below {}"))
@@ -64,7 +64,7 @@ class Sources:
 
         Args:
             flags: values of flags by their names with underscores.
-            path: the configuration file; None for the one that `find` returns.
+            path: the configuration file; None: the one that `find` returns.
         Raises:
             ConfigError: the file cannot be read or has an unknown key, or a source has an option under two names.
         """
@@ -96,7 +96,7 @@ class Sources:
         """Build and validate the settings.
 
         Raises:
-            ConfigError: a value is wrong; one line with its source and the allowed values.
+            ConfigError: a value is wrong; the error names its source and the allowed values in one line.
         """
         wrong = [_not_a_switch(name, given) for name, given in self._given.items() if given.origin.kind == "file"]
         if complaints := [f"{self._place(name)}: {text}" for name, text in filter(None, wrong)]:
@@ -111,7 +111,7 @@ class Sources:
         return settings
 
     def reworded(self, message: str) -> str:
-        """Replace flags in a message by the flags, variables or keys that were used."""
+        """Replace flags in a message by the spelling (flag, variable or key) in which each option was given."""
         named = [self._given.get(_option(name)) for name in _FLAG.findall(message)]
         message = _FLAG.sub(lambda found: self._spelled(_option(found[1] or ""), found[0]), message)
         from_file = any(given is not None and given.origin.kind == "file" for given in named)
@@ -141,7 +141,7 @@ class Sources:
 
 
 def unknown_variables() -> list[str]:
-    """Return a warning for each LORASRV_ variable that is not read, which is probably misspelled."""
+    """Return a warning for each LORASRV_ variable that is not an option; it is probably misspelled."""
     known = [PREFIX + name for name in (*(spelling.upper() for spelling in SPELLINGS), *_OTHERS)]
     lines = []
     for name in sorted(_variables()):
@@ -187,7 +187,7 @@ def _by_option(said: Mapping[str, Any], kind: OriginKind, path: str = "") -> dic
     """Map one source's values to options.
 
     Raises:
-        ConfigError: the source has an option under two names; the message has both.
+        ConfigError: the source has an option under two names; the message names both.
     """
     found: dict[str, _Given] = {}
     for spelling, value in said.items():
@@ -222,7 +222,7 @@ def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
         parts = [_parts(part) for part in get_args(annotation)]
         return [kind for kinds, _ in parts for kind in kinds], [bound for _, bounds in parts for bound in bounds]
     if hasattr(annotation, "__metadata__"):
-        # Pydantic's Field holds its bounds one level below.
+        # Pydantic's Field holds its bounds in its own `metadata`.
         return _parts(annotation.__origin__)[0], [
             bound for part in annotation.__metadata__ for bound in getattr(part, "metadata", [part])
         ]
