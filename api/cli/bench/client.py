@@ -22,7 +22,7 @@ class BenchRequest:
     max_tokens: int
     # False for the base.
     has_adapter: bool = True
-    # When to send it after the beginning, if fixed.
+    # Seconds after the beginning at which to send it; None: no fixed time.
     at_s: float | None = None
 
 
@@ -33,13 +33,13 @@ class RequestOutcome:
     model: str
     has_adapter: bool
     sent_s: float
-    # One per event with text.
+    # Times of events with text.
     arrivals_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    # Kind of failure, by which failures are counted.
+    # Kind of failure, for the counts of failures; None: the request was answered.
     failure: str | None = None
     detail: str = ""
 
@@ -73,8 +73,8 @@ class RequestOutcome:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Return the times between events with text, which are those between tokens if the server sends them one by
-        one.
+        """Return the times between events with text: the times between tokens if the server sends each token in its own
+        event.
         """
         return [1e3 * (b - a) for a, b in itertools.pairwise(self.arrivals_s)]
 
@@ -87,8 +87,8 @@ class BenchClient:
     """Request completions from one server concurrently, without a proxy.
 
     Args:
-        timeout_s: bounds the time without an event.
-        keeps: whether connections are used again.
+        timeout_s: longest time without an event.
+        keeps: whether connections are reused.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class BenchClient:
         return {"model": request.model, **content, "max_tokens": request.max_tokens, **fixed}
 
     async def _answer(self, connection: Connection, outcome: RequestOutcome) -> None:
-        """Read an answer; raise TimeoutError if nothing comes for too long."""
+        """Read an answer. Raises: TimeoutError: nothing arrived for `timeout_s`."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s) as limit:
 
@@ -181,7 +181,7 @@ class BenchClient:
         if not ended:
             outcome.fail("cut stream", "the stream ended without its last event")
         elif not outcome.arrivals_s and event_s:
-            # Tokens without text, as with random weights: the last event is the only time.
+            # Tokens without text, as with random weights: only the last event has a time.
             outcome.arrivals_s.append(event_s)
 
     def _take(self, event: dict[str, Any], outcome: RequestOutcome) -> float | None:
@@ -204,7 +204,7 @@ class BenchClient:
 
 
 async def _lines(body: AsyncIterable[bytes]) -> AsyncIterator[str]:
-    """Yield the lines of a body, without their ends."""
+    """Yield the lines of a body, without line ends."""
     begun = b""
     async for data in body:
         *lines, begun = (begun + data).split(b"\n")

@@ -1,8 +1,8 @@
 """HTTP/1.1 connections of the load client: h11 over asyncio's transports.
 
-A client that shares the machine with the server takes its time from it. httpx takes some 140 µs of a processor for each
-event of a stream, more than a server's own HTTP; what is here takes half of that, and does what a load needs: POST,
-TLS, answers as they come, connections that are used again.
+A client on the server's machine takes processor time from the server. httpx takes some 140 µs for each event of a
+stream, more than the HTTP code of a server. This client takes half of that, and supports only what a load needs: POST,
+TLS, streamed answers and reused connections.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Cut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Hold where a server is, and the path that its own paths begin with."""
+    """Hold a server's host and port, and the prefix of its paths."""
 
     host: str
     port: int
@@ -52,14 +52,14 @@ class Address:
 
 
 class Connection(asyncio.Protocol):
-    """Send one request after another, each when the last one is answered."""
+    """Send requests one after another, each after the previous answer."""
 
     def __init__(self) -> None:
         self._http = h11.Connection(h11.CLIENT)
         self._transport = asyncio.Transport()
-        # Set when something has come, or the connection has ended.
+        # Set when data has arrived or the connection has ended.
         self._news = asyncio.Event()
-        # Why nothing else will come, if h11 does not tell.
+        # Why no more data will come, if h11 cannot tell.
         self._error: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,13 +76,13 @@ class Connection(asyncio.Protocol):
         elif self._http.their_state is h11.SEND_RESPONSE and not self._http.trailing_data[0]:
             self._error = "the server closed the connection without an answer"
         else:
-            # Some answers end so.
+            # Some answers are delimited by the end of the connection.
             self._http.receive_data(b"")
         self._news.set()
 
     @property
     def can_be_used(self) -> bool:
-        """Return whether another request can be sent, and what comes then is its answer."""
+        """Return whether another request can be sent: the connection is open, and no unread data is left on it."""
         has_unasked = self._http.trailing_data != (b"", False)
         return self._http.our_state is h11.IDLE and not has_unasked and not self._transport.is_closing()
 
@@ -96,17 +96,17 @@ class Connection(asyncio.Protocol):
         """Wait for the status of the answer.
 
         Raises:
-            Cut: there is none.
+            Cut: the connection ended without an answer.
         """
         while not isinstance(event := await self._next(), h11.Response):
             pass  # an informational one
         return event.status_code
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the answer's body as it comes.
+        """Yield the answer's body as it arrives.
 
         Raises:
-            Cut: the connection ended before it.
+            Cut: the connection ended before the body did.
         """
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
@@ -114,11 +114,11 @@ class Connection(asyncio.Protocol):
             self._http.start_next_cycle()
 
     def close(self) -> None:
-        """Close the connection at once, whatever is still to be sent."""
+        """Close the connection at once, even if data is still to be sent."""
         self._transport.abort()
 
     async def _next(self) -> object:
-        """Return the next event of the answer, as h11 has it."""
+        """Return h11's next event of the answer."""
         try:
             while (event := self._http.next_event()) is h11.NEED_DATA:
                 if self._error is not None:
@@ -132,10 +132,10 @@ class Connection(asyncio.Protocol):
 
 @dataclass
 class Connections:
-    """Lend connections to one server, as many as are asked for at a time.
+    """Lend connections to one server, without a limit on their number.
 
     Args:
-        connect_s: bounds the time that connecting takes.
+        connect_s: longest time for connecting.
     """
 
     address: Address
@@ -144,10 +144,10 @@ class Connections:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[Connection]:
-        """Lend a connection; one whose answer was not read to its end is closed.
+        """Lend a connection; afterwards it is kept, or closed if its answer was not read to the end.
 
         Raises:
-            NotConnected: none can be made in time.
+            NotConnected: no connection can be made in time.
         """
         connection = await self._connection()
         try:

@@ -1,4 +1,4 @@
-"""Send requests with a given arrival process and keep their outcomes, also after an interruption."""
+"""Send requests with a given arrival process and keep their outcomes, even after an interruption."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ class ScheduledCall(Protocol):
 
 @dataclass
 class Load:
-    """Hold the outcomes so far, in the order of their ends."""
+    """Hold the outcomes so far, in the order in which requests ended."""
 
     outcomes: list[RequestOutcome] = field(default_factory=list)
     begun_s: float = 0.0
@@ -39,7 +39,7 @@ async def closed_loop(
     load: Load,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Run `concurrency` clients, each of which sends its next request when the last one is answered."""
+    """Run `concurrency` clients; each sends its next request after the previous answer."""
     left: Iterator[BenchRequest] = iter(requests)
 
     async def client() -> None:
@@ -60,7 +60,7 @@ async def open_loop(
     load: Load,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Send each request at its time (`at_s`), regardless of how many are waiting."""
+    """Send each request at its time (`at_s`), however many others are unanswered."""
 
     async def at_its_time(one: BenchRequest) -> None:
         assert one.at_s is not None

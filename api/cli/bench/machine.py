@@ -1,8 +1,8 @@
 """Describe the machine and versions of a measurement without network access, and measure the machine's rates.
 
-The probe takes about two seconds, in this process, on all its cores. Bandwidth: sequential reads of far more memory
-than the caches hold. fp32: a large matrix product, the best case of a BLAS. int8: 4-bit weights times int8
-activations, as the server computes them where its processor is fastest.
+Measuring takes about two seconds, in this process, on all its cores. Bandwidth: sequential reads of far more memory
+than the caches hold. fp32: a large matrix product, the best case for a BLAS. int8: 4-bit weights times int8
+activations, the server's arithmetic in which a processor is fastest.
 """
 
 import importlib.metadata
@@ -60,8 +60,8 @@ def client_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that contains this file, with `+changes` if files differ; None outside a
-    checkout.
+    """Return the commit of the checkout that contains this file, with `+changes` if tracked files differ; None outside
+    a checkout.
     """
     if not (ROOT / ".git").exists():
         return None
@@ -103,14 +103,14 @@ ROUNDS = 7
 
 
 def measure() -> MachineRates:
-    """Measure the rates, the best of several rounds each. Imports torch."""
-    # As in `serve`, before torch is imported.
+    """Measure the rates, each as the best of several rounds. Imports torch."""
+    # Set before torch is imported, as in `serve`.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     return MachineRates(read_bytes=read_bandwidth(), fp32_ops=_fp32_ops(), int8_ops=_int8_ops())
 
 
 def read_bandwidth() -> float:
-    """Return bytes per second."""
+    """Measure the read bandwidth in bytes per second."""
     import torch
 
     from sgmv_kernels.cpu_runtime.kernel_cache import address_of

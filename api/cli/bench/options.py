@@ -1,4 +1,4 @@
-"""The command line of `bench`, checked; imports nothing that runs it."""
+"""The validated command line of `bench`. Imports nothing that runs the benchmark."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ class BenchOptions:
     key: str | None
     flags: tuple[str, ...]
     rank: int
-    # None: the server's.
+    # None: the adapters of the server.
     names: tuple[str, ...] | None
     adapters: tuple[int, ...] | None
     loads: tuple[dict[str, Any], ...]
@@ -34,7 +34,7 @@ class BenchOptions:
 
     @property
     def made_names(self) -> tuple[str, ...]:
-        """Return the adapters to generate for a started server."""
+        """Return the names of the adapters to generate for a server that bench starts."""
         from api.cli.bench.server import adapter_names
         from api.cli.bench.sweep import trace_names
 

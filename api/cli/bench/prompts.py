@@ -13,7 +13,7 @@ SHORT_WORDS, LONG_WORDS = len(WORDS), 3 * len(WORDS)
 class Ruler:
     """Convert words to tokens."""
 
-    # Tokens of the nonce and of what a template adds.
+    # Tokens of the nonce and of the chat template.
     fixed: float
     # Tokens per word.
     per_word: float
@@ -25,7 +25,7 @@ class Ruler:
         return cls(short - per_word * SHORT_WORDS, per_word)
 
     def words(self, tokens: float) -> int:
-        """Return the number of words for a text of so many tokens; 0 if the nonce alone is longer."""
+        """Return the number of words for a text of `tokens` tokens; 0 if the nonce alone is longer."""
         return max(0, round((tokens - self.fixed) / self.per_word))
 
     def words_alone(self, tokens: int) -> int:
@@ -37,8 +37,8 @@ class Ruler:
 class Prompts:
     """Generate texts with a seeded order of words. Each prompt begins with a nonce, so that no prefix cache helps.
 
-    `shared_tokens` of each prompt precede the nonce and are the same for all prompts of one `owner`. They begin with a
-    nonce of this object, so that nothing is cached from an earlier load.
+    The first `shared_tokens` of a prompt precede the nonce and are the same for all prompts of one `owner`. They begin
+    with another nonce, drawn once per owner, so that nothing is cached from an earlier load.
     """
 
     ruler: Ruler

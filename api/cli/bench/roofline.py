@@ -1,4 +1,4 @@
-"""Compute the least bytes and operations of a load on any server, as the reference of MBU, MFU and floors."""
+"""Compute the least bytes and operations that a load needs on any server, the reference for MBU, MFU and floors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from api.cli.bench.client import RequestOutcome
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Describe a model as it is served; 0 is unknown, and disables what needs it."""
+    """Describe the costs of a model as it is served; 0: unknown, and figures that need it are left out."""
 
     # Base weights, which a decode step reads once.
     model_bytes: float = 0.0
@@ -28,7 +28,7 @@ class Work:
     is_int8: bool = False
 
     def step_bytes(self, adapters: float, context_tokens: float) -> float:
-        """Return the bytes of a decode step with so many distinct adapters and attended tokens."""
+        """Return the bytes of a decode step with this number of distinct adapters and attended tokens."""
         return self.model_bytes + adapters * self.adapter_bytes + context_tokens * self.kv_token_bytes
 
     def prompt_ops(self, tokens: float, cached: float, has_adapter: bool) -> float:
@@ -43,7 +43,7 @@ class Work:
         return self.token_ops + adapter + self.sampled_ops + context_tokens * self.context_ops
 
     def request_ops(self, outcome: RequestOutcome) -> float:
-        """Return the operations of a whole request. The last token of an answer is sampled, but not computed with."""
+        """Return the operations of a whole request. The last token of an answer is only sampled, never an input."""
         later = outcome.output_tokens - 1
         context = outcome.prompt_tokens + (later + 1) / 2
         first = self.prompt_ops(outcome.prompt_tokens, outcome.cached_tokens, outcome.has_adapter)
@@ -59,13 +59,13 @@ class MachineRates:
     int8_ops: float
 
     def ops(self, work: Work) -> float:
-        """Return the reference rate of a server's products: in its own format, or fp32 where that is faster."""
+        """Return the reference rate of a server's matrix products: fp32, or int8 if it uses int8 and that is faster."""
         return max(self.fp32_ops, self.int8_ops) if work.is_int8 else self.fp32_ops
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Hold means over the time with generation: requests, distinct adapters, attended tokens."""
+    """Hold means over the time in which tokens were generated: requests, distinct adapters, attended tokens."""
 
     requests: float
     adapters: float
@@ -137,10 +137,10 @@ class Floor:
 
 
 def floor(wave: Wave, work: Work, rates: MachineRates) -> Floor:
-    """Compute the floor: all prompts at once, then a step for each further token of all requests.
+    """Compute the floor: all prompts at once, then one step for each further token of all requests.
 
     Reading and computing overlap, so the longer one counts: for the prompts (TTFT), for a step (TPOT), and for the
-    whole, as some prompts may be computed while weights are read for other answers.
+    whole, because some prompts may be computed while weights are read for other answers.
     """
     ops, has_adapter = rates.ops(work), wave.adapters > 0
     first_ops = wave.requests * work.prompt_ops(wave.prompt_tokens, 0, has_adapter)

@@ -26,7 +26,7 @@ MAX_NAMED = 8
 
 
 class Bench:
-    """Run the points of a sweep on one server. `run` yields a result per point, and stops after an interrupted one."""
+    """Run the points of a sweep on one server."""
 
     def __init__(self, options: BenchOptions, url: str, rates: MachineRates | None) -> None:
         self._options, self._url, self._rates = options, url, rates
@@ -144,7 +144,7 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
 
 
 def _work(options: BenchOptions, reported: Work | None) -> Work | None:
-    """Return the model's costs from the command line where given, else from the server."""
+    """Return the model's costs: those given on the command line, others from the server; None if none is known."""
     if reported is None and not (options.model_bytes or options.model_ops):
         return None
     work = reported or Work()

@@ -42,7 +42,7 @@ def started(flags: Sequence[str], names: Sequence[str], rank: int, seed: int) ->
 
 
 def fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> None:
-    """Make a store of adapters with random weights for the base that a server with these flags has."""
+    """Create a store of adapters with random weights for the base of a server with these flags."""
     from adapter_store.store import AdapterStore
     from lorasrv.config import BUILTIN_MODEL
     from lorasrv.models.loader import open_checkpoint
@@ -60,7 +60,7 @@ def fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, se
 
 
 def _value(flags: Sequence[str], name: str, default: str) -> str:
-    """Return the value that `serve` will use for an option: from the last of its flags, its variable or its default."""
+    """Return the value that `serve` will use for an option: from its last flag, else its variable, else its default."""
     found = os.environ.get(f"LORASRV_{name.replace('-', '_').upper()}") or default
     for flag, after in zip(flags, [*flags[1:], ""], strict=False):
         if flag == f"--{name}":

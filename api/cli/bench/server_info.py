@@ -14,14 +14,14 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
 class Served:
     """Describe a server."""
 
-    # lorasrv, or the name it reports.
+    # `lorasrv`, or the name that the server reports.
     name: str
     # None if not reported.
     version: str | None
-    # The model that is not an adapter.
+    # The first model that is not an adapter.
     base: str
     adapters: tuple[str, ...]
-    # /info of a lorasrv server.
+    # Response of /info of a lorasrv server; empty for others.
     info: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, object]:
@@ -33,13 +33,13 @@ def read_server_info(client: Client) -> Served:
     """Read the description.
 
     Raises:
-        ServerUnreachable: it does not respond.
-        Refused: it lists no models.
+        ServerUnreachable: the server does not respond, or lists no models.
+        Refused: the server refuses the request.
     """
     cards = client.models()
     if not cards:
         raise ServerUnreachable(f"the server at {client.url} lists no models at /v1/models")
-    # Servers with adapters report the parent of each.
+    # Servers with adapters report each adapter's parent.
     adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
     bases = [str(card["id"]) for card in cards if not card.get("parent")]
     base = bases[0] if bases else str(cards[0]["id"])
@@ -52,8 +52,8 @@ def read_server_info(client: Client) -> Served:
 
 
 def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | None:
-    """Return the costs of a lorasrv server's model; None for others, which do not report them. Uses the first
-    adapter's size.
+    """Return the costs of a lorasrv server's model, with the size of the first adapter; None for other servers, which
+    do not report costs.
     """
     info = served.info
     if "operations" not in info:

@@ -1,4 +1,4 @@
-"""Summarise a load: throughput, latencies, goodput, failures; write it as one line of JSON, and read it back."""
+"""Summarise a load as one line of JSON: throughput, latencies, goodput, failures."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Hold quantiles of a latency in ms: the smallest value that is at least as large as that share of all; None
-    without values.
+    """Hold quantiles of a latency in ms; None without values. A quantile is the smallest value that is at least as
+    large as that share of all values.
     """
 
     p50: float | None
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoadStats:
-    """Hold the figures of the completely answered requests; others are only counted."""
+    """Hold the figures of the completely answered requests; failed ones are only counted."""
 
     requests: int
     failed: int
@@ -42,7 +42,7 @@ class LoadStats:
     first_error: str | None
     # Number of distinct adapters in the requests.
     adapters: int
-    # From the first request sent to the end of the last; rates refer to it.
+    # Seconds from the first request sent to the end of the last; rates refer to it.
     wall_s: float
     requests_per_s: float
     output_tok_per_s: float
@@ -57,7 +57,7 @@ class LoadStats:
     # Requests within all SLO bounds, per second and as a share of all, failed ones included.
     goodput_per_s: float | None = None
     good_share: float | None = None
-    # Shares; None if an input is unknown.
+    # Shares of the machine's rates; None if an input is unknown.
     mbu: float | None = None
     mfu: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def figures(
 
 
 def keeps(outcome: RequestOutcome, slo: Mapping[str, float]) -> bool:
-    """Return whether a request met all SLO bounds (ms), as in DistServe's goodput. One token has no time per token."""
+    """Return whether a request met all SLO bounds (ms), as in DistServe's goodput. For one token, TPOT counts as 0."""
     if outcome.failure is not None:
         return False
     had = {"ttft": outcome.ttft_ms, "tpot": outcome.tpot_ms or 0.0, "e2e": outcome.e2e_ms}

@@ -1,4 +1,4 @@
-"""Build the points of a sweep: a load each, from shared settings."""
+"""Build the points of a sweep from shared settings; each point is a load."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ LEAST_REQUESTS, REQUESTS_A_CLIENT, REQUESTS_AT_RATE = 8, 2, 64
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Describe a load: `concurrency` clients, or `rate` requests per second, or else a trace's times."""
+    """Describe a load: `concurrency` clients, or `rate` requests per second, or else the times of a trace."""
 
     # Number of adapters that take part; 0: the base alone; None: the names of the trace.
     adapters: int | None
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Hold what all points share."""
+    """Hold the settings that all points share."""
 
     # Most popular first.
     names: Sequence[str]
@@ -106,7 +106,7 @@ async def measure_ruler(send: ScheduledCall, model: str) -> Ruler:
     """Measure a server's tokenizer by letting it count two texts.
 
     Raises:
-        NoAnswer: it does not answer; says what was returned instead.
+        NoAnswer: the server does not answer, for the given reason.
     """
     counts = []
     for text in counted_texts():
@@ -159,7 +159,7 @@ def _from_trace(
     trace: Sequence[TraceRequest], point: Point, settings: Settings, prompts: Prompts, times: list[float] | None
 ) -> list[BenchRequest]:
     served = {name: _stand_in(k, name, point, settings) for k, name in enumerate(trace_names(trace))}
-    # As in `lorasrv plan`: prompts of an adapter share as many tokens as were cached.
+    # As in `lorasrv plan`: prompts of an adapter share as many tokens as were cached when the trace was recorded.
     most: dict[str | None, int] = {}
     for request in trace:
         most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)

@@ -71,7 +71,7 @@ def service_bounds(text: str) -> dict[str, float]:
 
 
 def hidden_key(words: Sequence[str]) -> list[str]:
-    """Replace the keys in a command line."""
+    """Replace secrets in a command line by asterisks."""
     parts = [(word, word.partition("=")) for word in words]
     hidden = [f"{option}=***" if equals and option in _KEYS else word for word, (option, equals, _) in parts]
     return ["***" if before in _KEYS else word for before, word in zip(["", *hidden], hidden, strict=False)]
@@ -103,7 +103,7 @@ class Lengths:
 
     # fixed, uniform or lognormal.
     kind: str
-    # fixed: the length; uniform: the least; lognormal: the mean before clamping to `most`, which lowers it.
+    # fixed: the length; uniform: the least; lognormal: the mean, which clamping to `most` lowers.
     a: float
     # uniform: the most; lognormal: standard deviation of the logarithm.
     b: float = 0.0

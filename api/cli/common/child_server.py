@@ -1,4 +1,4 @@
-"""Run `lorasrv serve` in a separate process, as a user would, for commands that need a server for a while."""
+"""Run `lorasrv serve` in a separate process, as a user would, for commands that need a server temporarily."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 20.0
 def running_server(options: Sequence[str]) -> Iterator[str]:
     """Start a server on a free port and yield its URL once it is ready; stop it at the end in any case.
 
-    Its log shows warnings and errors only, unless options say otherwise, as the user did not ask for a line per
+    Its log shows only warnings and errors unless options say otherwise, because the user did not ask for a line per
     request.
     """
     # -P: a folder named api in the working directory must not shadow this package.
@@ -29,7 +29,7 @@ def running_server(options: Sequence[str]) -> Iterator[str]:
     log = ["--log-level", "warning", "--log-format", "text"]
     place = ["--host", "127.0.0.1", "--port", "0", "--json"]
     key = client_key(DEFAULT_SERVER)
-    # The key that commands will send, whatever its source.
+    # The server accepts the key that the command will send, from whatever source.
     environment = {**os.environ, **({} if key is None else {"LORASRV_API_KEY": key})}
     process = subprocess.Popen(
         [*command, *log, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -46,7 +46,8 @@ def running_server(options: Sequence[str]) -> Iterator[str]:
 
 
 def _wait_until_ready(process: "subprocess.Popen[str]") -> str:
-    """Return the URL of the ready line. A server that takes too long is stopped, which ends its output."""
+    """Return the URL from the line that reports readiness. A server that takes too long is stopped, which ends its
+    output."""
     assert process.stdout is not None
     too_late = threading.Timer(START_TIMEOUT_S, process.terminate)
     too_late.start()

@@ -1,15 +1,15 @@
-"""Rewrite the command line before it is parsed: lists after one flag, and commands under their names in other tools."""
+"""Rewrite the command line before it is parsed: lists after one flag, and commands named as in other tools."""
 
 from collections.abc import Sequence
 
 _LISTS = frozenset({"--lora-modules"})
 _NAMES_ELSEWHERE = {"run": "chat", "ps": "pool", "ls": "list", "remove": "rm", "start": "serve", "version": "--version"}
 _SHORT_OF_SERVE = {"-tp": "--tp", "-pp": "--pp", "-dp": "--data-parallel-size", "-q": "--quantization"}
-"""vLLM's, which would be parsed letter by letter."""
+"""vLLM's short flags, which would otherwise be parsed letter by letter."""
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as the commands take them: `help serve` is `serve --help`, `ps` is `pool`."""
+    """Return the arguments in the form that the commands take: `help serve` is `serve --help`, `ps` is `pool`."""
     if not arguments:
         return []
     first, *rest = arguments

@@ -29,7 +29,7 @@ def found_facts(peft: PeftDir) -> dict[str, Any]:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """Format an upload report; none without weights."""
+    """Format an upload report; no lines without weights."""
     if not report:
         return []
     ranks = _range(report["rank_min"], report["rank_max"])
@@ -46,7 +46,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def drift_line(drift: dict[str, Any]) -> str:
-    """Format what int8 changes."""
+    """Format how much int8 changes an adapter."""
     worst = f", by {100 * drift['worst']:.2f} % at most ({drift['worst_module']})" if drift["worst"] else ""
     return f"stored as int8, which changes it by {100 * drift['rms']:.2f} %{worst}"
 
@@ -135,7 +135,7 @@ DefaultsOption = Annotated[
     ),
 ]
 
-# Not from the environment, where the variable means serve's store: list calls the server unless --store is given.
+# Not read from LORASRV_STORE, which is serve's store: list asks the server unless --store is given.
 ClosedStoreOption = Annotated[
     Path | None,
     typer.Option(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ServerOption = Annotated[
     str,
-    # The default is read from the configuration file by a function, whose name help would show.
+    # A function reads the default from the configuration file; without `show_default`, help would show its name.
     typer.Option(
         "--server",
         envvar="LORASRV_SERVER",
@@ -63,14 +63,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable outpu
 BAD_REQUEST, UNAUTHORIZED = 400, 401
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-# Its --server is a source of costs, with no default.
+# Commands whose --server has no default: in `plan`, it is a source of costs.
 _NO_SERVER = frozenset({"plan"})
 
 
 class ServerDefaults(dict[str, Any]):
     """Give typer the default of --server for every command.
 
-    The configuration file is read only if neither a flag nor the environment sets the server.
+    The configuration file is read only if neither the flag nor the environment sets the server.
     """
 
     def get(self, command: str, default: Any = None) -> Any:
@@ -112,7 +112,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_finite_numbers(command: Callable[..., None]) -> Callable[..., None]:
-    """Refuse options that are NaN or infinite, which are in no range and no JSON."""
+    """Refuse options that are NaN or infinite: range checks can miss them, and JSON cannot represent them."""
 
     @wraps(command)
     def finite(*args: Any, **options: Any) -> None:
@@ -157,17 +157,18 @@ _given_key: ContextVar[str | None] = ContextVar("given_key", default=None)
 def client_key(url: str) -> str | None:
     """Return the API key for a server: `--api-key`, else LORASRV_API_KEY, else the key in [client].
 
-    For a server on this machine, also the `api_key` of serve in the same file, so that one line configures both.
+    For a server on this machine, the last choice is `api_key` of serve in the same file, so that one line configures
+    both.
 
     Raises:
-        CliError: no header can hold it.
+        CliError: a header cannot hold the key.
     """
     found = _given_key.get() or os.environ.get("LORASRV_API_KEY") or _client_option("api_key")
     return _sendable(found or (_own_key() if is_loopback(urlsplit(url).hostname or "") else None))
 
 
 def _sendable(key: str | None) -> str | None:
-    """Return a key that a header can hold.
+    """Return the key if a header can hold it.
 
     Raises: CliError.
     """
@@ -192,7 +193,7 @@ def connected(
     """Connect a client, and convert its errors to the command's.
 
     Args:
-        flags: the option that each field of a request comes from; a value that the server refuses is wrong usage of it.
+        flags: request field -> option that sets it. If the server refuses a field's value, the error names the option.
     """
     from api.client import Client, InvalidAddress, Refused, ServerUnreachable
 
@@ -215,7 +216,7 @@ def connected(
 
 
 def _of_flag(flag: str, field: str, message: str) -> str:
-    """Return what is wrong with a field as what is wrong with its option."""
+    """Return an error message about a field as one about its option."""
     return flag + message.removeprefix(field) if message.startswith(field) else f"{flag}: {message}"
 
 
@@ -226,7 +227,7 @@ def _key_message(error: "Refused") -> str:
 
 
 def check_one_server(url: str, metrics: Mapping[str, float]) -> None:
-    """Check by its metrics that a server has figures of its own.
+    """Check by its metrics that an address is that of a single server.
 
     Raises: CliError: it is the address of several replicas.
     """
@@ -241,9 +242,9 @@ _REPLICA = re.compile(r'replica="([^"]*)"')
 
 
 def adapter_name(given: str | list[str]) -> str | list[str]:
-    """Check arguments that name an adapter; the server looks up what they name.
+    """Check arguments that name adapters as far as possible without the server.
 
-    Raises: typer.BadParameter: a name has no id or has a slash, and no path of a request can hold it.
+    Raises: typer.BadParameter: a name has no id or has a slash, so that the path of a request cannot hold it.
     """
     for name in [given] if isinstance(given, str) else given:
         if not name or name[0] in ":@" or "/" in name:
@@ -252,12 +253,12 @@ def adapter_name(given: str | list[str]) -> str | list[str]:
 
 
 def expanded(given: Path | None) -> Path | None:
-    """Expand ~ in a path, which a shell leaves in a variable and behind a quote."""
+    """Expand ~ in a path, which a shell does not expand in a variable or inside quotes."""
     return None if given is None else Path(os.path.expanduser(given))
 
 
 def existing(given: Path | None) -> Path | None:
-    """Expand ~ in a path, and check that something is there.
+    """Expand ~ in a path, and check that it exists.
 
     Raises: typer.BadParameter.
     """
@@ -279,7 +280,7 @@ def existing_folder(given: Path | None) -> Path | None:
 
 
 def configured_store() -> Path:
-    """Return the store that `serve` would use: what is done to another one has no effect there."""
+    """Return the store that `serve` would use, so that a command does not change another one by mistake."""
     from api.config.file import find, read
 
     path = find()
@@ -299,7 +300,7 @@ def duration(option: str, text: str) -> float:
 
 
 def check_png(option: str, png: Path) -> None:
-    """Check that a plot can be written, before the time is spent on its data.
+    """Check that a plot can be written, before spending time on its data.
 
     Raises: CliError.
     """
@@ -312,7 +313,7 @@ def check_png(option: str, png: Path) -> None:
 
 
 WAIT_S = 1.0
-"""Time limit of a completion in a shell, which shows no errors."""
+"""Time limit of shell completion, which shows no errors."""
 MAX_COMPLETIONS = 200
 
 

@@ -1,7 +1,6 @@
-"""Generate the options of commands that are settings of `serve`, from `ServerSettings`, when a command first needs
-them.
+"""Generate command line options from `ServerSettings`, when a command that takes settings of `serve` first needs them.
 
-Other commands start without them, and so without pydantic.
+Other commands start without them, and therefore without pydantic.
 """
 
 import inspect
@@ -25,7 +24,7 @@ def settings_command(*names: str, panel: str | None = None, positional: str = ""
     """Return a class of commands that take these settings as options, besides their own.
 
     Args:
-        names: settings; none for all of them.
+        names: names of the settings; empty: all of them.
         panel: heading of the options in the help, instead of each setting's own.
         positional: setting that may also be given without its flag.
     """
@@ -44,7 +43,7 @@ def settings_command(*names: str, panel: str | None = None, positional: str = ""
 
 
 def given_settings(ctx: typer.Context) -> dict[str, Any]:
-    """Return the settings that were given by flags, by their names as given.
+    """Return the settings that were given by flags, under the names that were used.
 
     Raises:
         CliError: a switch is given both ways, or a setting with and without its flag.
@@ -86,7 +85,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _options(names: tuple[str, ...], panel: str | None, positional: str, completes: bool) -> tuple[Any, ...]:
-    """Return the command line's parameters for settings. Aliases are hidden, except where a shell completes them."""
+    """Return the command line's parameters for settings. Aliases are hidden, except for shell completion."""
     from api.config.settings import OPTIONS
 
     parameters = [part for name in names or OPTIONS for part in _parameters(name, panel, completes)]
@@ -114,7 +113,7 @@ def _parameters(name: str, panel: str | None, completes: bool) -> Iterator[inspe
         is_on = bool(ServerSettings.model_fields[name].default)
         text = _escaped(described(name))
         off = f"Do not {text[0].lower()}{text[1:]}"
-        # The help shows only the one that changes the default.
+        # The help shows only the switch that changes the default.
         yield _parameter(name, bool, help=text, hidden=is_on, **shared)
         yield _parameter(f"no_{name}", bool, help=off, hidden=not is_on, **shared)
         return
@@ -142,7 +141,7 @@ def _parameter(name: str, kind: Any, **options: Any) -> inspect.Parameter:
 
 
 def _flag_type(name: str) -> Any:
-    """Return the type of a flag's value. The command line parses no number: the settings do, and say what is wrong."""
+    """Return the type of a flag's value, for the help. Numbers are parsed by the settings, whose errors are clearer."""
     from api.config.settings import OPTIONS
     from api.config.sources import option_types
 
@@ -160,7 +159,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def _default(name: str) -> str:
-    """Return the note on an option's default, as the help has it."""
+    """Return the help's note on an option's default."""
     from api.config.settings import OPTIONS, ServerSettings
 
     value = ServerSettings.model_fields[name].default
@@ -183,5 +182,5 @@ def _aliases(names: tuple[str, ...]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape brackets, which would be markup."""
+    """Escape brackets, which would otherwise be markup."""
     return text.replace("[", r"\[")

@@ -1,4 +1,4 @@
-"""Say what was probably meant by a flag or a command that does not exist."""
+"""Suggest what a flag or a command that does not exist probably means."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 MOST = 3
-"""More names than these would be a list to search, which --help is already."""
+"""Most names suggested: a longer list to search is what --help is for."""
 EQUAL, SIMILAR, RELATED = 1.0, 0.75, 1 / 3
 ELSEWHERE: Mapping[str, str] = {
     # vLLM
@@ -48,13 +48,13 @@ ELSEWHERE: Mapping[str, str] = {
     "--max-batch-prefill-tokens": "Use --max-num-batched-tokens",
     "--max-batch-total-tokens": "Use --pool-bytes",
 }
-"""Option of another server -> what to use for `serve`, or why there is none. docs/migrating.md has them all."""
+"""Option of another server -> what to use for `serve`, or why there is none. docs/migrating.md lists them all."""
 _WHOLE_WORD = re.compile(r"\w+")
-"""Of a help text, where `fallback_base` says nothing about a base."""
+"""Word of a help text. `fallback_base` is one word, which `base` does not match."""
 
 
 def meant(word: str, known: Mapping[str, str]) -> list[str]:
-    """Return the names a word may stand for: those alike, else those of the same words, else those whose help has it.
+    """Return the names that a word may mean: similar ones, else those with common words, else those whose help has it.
 
     Args:
         known: name -> its help.
@@ -71,7 +71,7 @@ def meant(word: str, known: Mapping[str, str]) -> list[str]:
 
 
 def options_of(context: Any) -> dict[str, str]:
-    """Return a command's long flags, other names of theirs too, with what their help says."""
+    """Return a command's long flags, including aliases, with their help."""
     return {
         flag: f"{param.metavar or ''} {param.help or ''}"
         for param in context.command.get_params(context)
@@ -82,12 +82,12 @@ def options_of(context: Any) -> dict[str, str]:
 
 
 def commands_of(group: Any) -> dict[str, str]:
-    """Return all commands below a group, by what is typed, with what they do."""
+    """Return all commands below a group, as they are typed, with their help."""
     return {typed: command.help or "" for typed, command in _below(group)}
 
 
 def owners_of(flag: str, group: Any) -> list[str]:
-    """Return the commands below a group that have an option, as they are typed; none where they are many."""
+    """Return the commands below a group that have an option, as they are typed; none if there are more than `MOST`."""
     owners = [typed for typed, command in _below(group) if any(flag in param.opts for param in command.params)]
     return owners if len(owners) <= MOST else []
 
@@ -108,7 +108,7 @@ def _alike(left: list[str], right: list[str]) -> float:
 
 
 def _related(left: list[str], right: list[str]) -> float:
-    """Return the share of words that both have, or that the left one has the beginning of."""
+    """Return the share of common words. If the left side is a single word, it may be the beginning of a right one."""
     shared = sum(any(one == other or _is_begun([one], other) for other in right) for one in left)
     return shared / max(1, len(left) + len(right) - shared)
 

@@ -26,11 +26,11 @@ _OF_WRITING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 MULTILINE = '"""'
-"""Begins and ends a text of several lines, in a chat as in an Ollama Modelfile."""
+"""Delimits a text of several lines, in a chat as in an Ollama Modelfile."""
 
 
 class ExitCode(IntEnum):
-    """Define the exit codes that scripts may rely on."""
+    """Define the exit codes that scripts can rely on."""
 
     DONE = 0
     REFUSED = 1
@@ -40,7 +40,7 @@ class ExitCode(IntEnum):
 
 
 class CliError(Exception):
-    """End the command with one clear line; `details` are more lines below it."""
+    """End the command with an error of one line; `details` are lines below it."""
 
     def __init__(self, message: str, *, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class CliError(Exception):
 
 
 def out() -> "Console":
-    """Return a console for results, created on each call, as tests and pipes replace sys.stdout."""
+    """Return a console for results; created on each call, because tests and pipes replace sys.stdout."""
     from rich.console import Console
 
     return Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
@@ -64,7 +64,7 @@ def err() -> "Console":
 
 @contextmanager
 def names_file(path: "Path") -> Iterator[None]:
-    """Add the file's name to errors of writing it, which Python raises without it."""
+    """Add the file's name to errors of writing, which Python raises without it."""
     try:
         yield
     except OSError as error:
@@ -74,8 +74,8 @@ def names_file(path: "Path") -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON on stdout and flush it, as the reader of a pipe waits for it. Letters that the
-    encoding lacks are escaped."""
+    """Print one line of JSON on stdout and flush it, because the reader of a pipe waits for it. If the encoding lacks a
+    character, all non-ASCII characters are escaped."""
     line = one_line(value)
     try:
         line.encode(sys.stdout.encoding or "utf-8")
@@ -95,8 +95,8 @@ def note(text: str) -> None:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return what to print of a text that a model, or another user, has written: on a terminal without what controls it
-    or turns the order of letters, else unchanged."""
+    """Return a text by a model or another user in a form that is safe to print: on a terminal, control characters and
+    those that change the writing direction are replaced; otherwise it is unchanged."""
     return _CONTROL.sub("\ufffd", text) if stream.isatty() else text
 
 
@@ -104,13 +104,13 @@ def stdin_text() -> str:
     """Return all of stdin.
 
     Raises:
-        CliError: it is not UTF-8.
+        CliError: the text is not UTF-8.
     """
     return "".join(stdin_lines())
 
 
 def stdin_lines() -> Iterator[str]:
-    """Yield lines of stdin as they arrive, with their ends.
+    """Yield lines of stdin as they arrive, with line ends.
 
     Raises:
         CliError: a line is not UTF-8.
@@ -125,7 +125,8 @@ def stdin_lines() -> Iterator[str]:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> None:
-    """Print a table: aligned on a terminal, with `numbers` right-aligned after the first column; else tab-separated."""
+    """Print a table: tab-separated, or aligned on a terminal; with `numbers`, all columns but the first are
+    right-aligned."""
     console = out()
     if not console.is_terminal:
         for row in (titles, *rows):
@@ -138,13 +139,13 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number and numbers else "left", overflow="fold")
     for row in rows:
-        # As Text: brackets in plain strings would be markup.
+        # As Text, because brackets in plain strings would be markup.
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
 
 
 def short_digest(digest: str) -> str:
-    """Return a prefix of a digest, long enough to identify a content."""
+    """Return a prefix of a digest that is long enough to identify a content."""
     return digest.removeprefix("sha256:")[:DIGEST_CHARS]
 
 
@@ -167,10 +168,10 @@ def progress(*, in_bytes: bool = False) -> Iterator[Steps]:
 def progress_of_start(
     tell: Callable[[Any], None],
 ) -> Iterator[tuple[Callable[[str, float], None], Callable[[Any], None]]]:
-    """Show the progress of a server's start until it is ready: bars that stayed would be drawn over its log.
+    """Show the progress of a server's start until it is ready: later, bars would be drawn over its log.
 
-    Yields: what is called with a step and its share that is done, and what is called when the server is ready, which
-        ends the bars and tells.
+    Yields: a function to call with a step's name and completed share, and one to call when the server is ready; it ends
+        the bars and calls `tell`.
     """
     with ExitStack() as shown:
         step = shown.enter_context(progress())

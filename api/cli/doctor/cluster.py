@@ -1,4 +1,4 @@
-"""Check for doctor what several replicas need: Ray, shared memory, ports, places for its files, memory for all."""
+"""Check for doctor what several replicas need: Ray, shared memory, ports, folders for Ray's files, memory for all."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ _INSTALL = to_install("cluster")
 
 
 def versions() -> Check:
-    """Check that Ray and what goes with it are installed, and Ray's version."""
+    """Check that Ray and cryptography are installed, and Ray's version."""
     missing = [name for name in NEEDED if _version(name) is None]
     if missing:
         return Check("fail", f"not installed: {', '.join(missing)}", _INSTALL)
@@ -35,7 +35,7 @@ def versions() -> Check:
 
 
 def shared_memory() -> Check:
-    """Check that Ray's object store has room; containers have 64 MiB unless told otherwise."""
+    """Check that Ray's object store has room; containers have 64 MiB of shared memory by default."""
     if not SHARED_MEMORY.is_dir():
         return Check("fail", f"{SHARED_MEMORY} does not exist", f"mount a tmpfs of {size(2 * SHARED_BYTES)} there")
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -46,7 +46,7 @@ def shared_memory() -> Check:
 
 
 def ports() -> Check:
-    """Say which of Ray's fixed ports are in use. `serve --replicas` takes free ones."""
+    """Report which of Ray's fixed ports are in use. `serve --replicas` uses free ports instead."""
     used = [f"{port} ({what})" for port, what in PORTS.items() if _is_used(port)]
     if not used:
         return Check("ok", f"{', '.join(map(str, PORTS))} are free for ray start and serve run")
@@ -55,7 +55,7 @@ def ports() -> Check:
 
 
 def folders(settings: ServerSettings) -> Check:
-    """Check where Ray's files and its token would be."""
+    """Check the folders for Ray's files and its token."""
     store, home = settings.store.expanduser().absolute(), Path.home()
     place = store / "replicas"
     where = f"serve --replicas keeps Ray's files in {place}"
@@ -68,7 +68,8 @@ def folders(settings: ServerSettings) -> Check:
 
 
 def memory(settings: ServerSettings, rank: int) -> Check:
-    """Compare what all replicas of this machine plan with the free memory, which each would take for its own."""
+    """Compare the memory that all replicas on this machine need together with the free memory. A single replica plans
+    as if all of it were its own."""
     from api.cli.doctor import serving
     from api.cluster.local import replica_settings
     from lorasrv.worker.host_memory import free_bytes

@@ -1,4 +1,4 @@
-"""Check whether lorasrv would serve here, and what to do if not (doctor). Loads no weights."""
+"""Check whether lorasrv can serve on this machine, and what to do if not (doctor). Loads no weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,13 +22,13 @@ SERVER_SETTINGS = (
     *("pool_bytes", "gpu_memory_utilization", "host_cache_bytes", "swap_bytes"),
     *("replicas", "max_replicas"),
 )
-"""Options of `serve` that a check can be given."""
+"""Options of `serve` that `doctor` takes."""
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Hold one check as it is printed."""
+    """Hold the printed result of one check."""
 
     name: str
     status: str
@@ -98,7 +98,7 @@ def _cluster_reports(settings: "ServerSettings", rank: int) -> Iterator[Report]:
 
 
 def _run(name: str, check: "Callable[[], Check]") -> Report:
-    """Run a check; its errors become its result."""
+    """Run a check; an error becomes its result."""
     try:
         done = check()
     except (LorasrvError, AdapterError) as error:

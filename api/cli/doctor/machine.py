@@ -32,7 +32,7 @@ class Check:
 
 
 def libraries() -> Check:
-    """Report versions of required packages, and of those that only some commands need."""
+    """Report versions of required packages, and of packages that only some commands need."""
     versions = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     text = f"Python {platform.python_version()}, lorasrv {_version('lorasrv') or 'from its source'}, {found}"
@@ -74,7 +74,7 @@ def threads() -> Check:
 
 
 def huge_pages() -> Check:
-    """Report whether the system gives huge pages, from which a CPU reads weights, keys and values faster."""
+    """Report whether the system provides huge pages, with which a CPU reads weights, keys and values faster."""
     try:
         known = TRANSPARENT_HUGE_PAGES.read_text().split()
     except OSError:
@@ -133,7 +133,7 @@ def _version(name: str) -> str | None:
 
 
 def _quota() -> float | None:
-    """Return the container's limit of processors; None if there is none."""
+    """Return the number of processors that the container may use; None if there is no limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -34,7 +34,7 @@ _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
 
 
 def configuration(sources: "Sources") -> Check:
-    """Report where options come from; invalid ones have failed before this check."""
+    """Report where options come from. Invalid options have failed before this check."""
     from api.config.file import default_path
     from api.config.sources import FIELDS, unknown_variables
 
@@ -50,7 +50,7 @@ def configuration(sources: "Sources") -> Check:
 
 
 def model(settings: ServerSettings) -> Check:
-    """Check by its headers that the base exists, is of a known family and has the tensors that are served."""
+    """Check, from the headers of its files, that the base exists, is of a known family and has the needed tensors."""
     try:
         shape = _base(settings)
     except LorasrvError as error:
@@ -64,7 +64,7 @@ def model(settings: ServerSettings) -> Check:
 
 
 def memory(settings: ServerSettings, rank: int) -> Check:
-    """Compare what serve plans with the free memory, and count the adapters of a rank that fit."""
+    """Compare the memory that serve plans to use with the free memory, and count the adapters of a rank that fit."""
     from lorasrv.engine.memory_plan import MemoryPlan
     from lorasrv.worker.device import resolve_device
     from lorasrv.worker.host_memory import free_bytes
@@ -105,10 +105,10 @@ def memory(settings: ServerSettings, rank: int) -> Check:
 
 
 def needed_bytes(settings: ServerSettings) -> int:
-    """Return the bytes without which a server does not run: base, pool and steps.
+    """Return the bytes that a server needs at least: base, pool and steps.
 
     Raises:
-        LorasrvError: the base is not there or not served.
+        LorasrvError: the base does not exist or is not supported.
     """
     from lorasrv.engine.memory_plan import MemoryPlan
     from lorasrv.worker.device import resolve_device
@@ -118,7 +118,7 @@ def needed_bytes(settings: ServerSettings) -> int:
 
 
 def store(settings: ServerSettings) -> Check:
-    """Check that the folder and its index are usable and private, and whether a server uses it."""
+    """Check that the store's folder and index are usable and private, and whether a server uses the store."""
     root = settings.store.expanduser()
     if not root.exists():
         above = next(path for path in root.absolute().parents if path.exists())
@@ -162,7 +162,7 @@ def disk(settings: ServerSettings, rank: int) -> Check:
 
 
 def port(settings: ServerSettings) -> Check:
-    """Check that the address is free, or report its user, and that serve would accept it without a key."""
+    """Check that the address is free, or report its user, and that serve would not refuse it for lack of an API key."""
     from api.server import check_guarded, key_command
 
     place = f"{settings.host}:{settings.port}"
@@ -194,10 +194,10 @@ def _shape(name: str) -> "ModelShape":
 
 
 def _base(settings: ServerSettings) -> "ModelShape":
-    """Return the base's shape, from a checkpoint that can be opened if its weights are here.
+    """Return the base's shape; if its weights are here, check that the checkpoint can be opened.
 
     Raises:
-        LorasrvError: the base is not there or not served.
+        LorasrvError: the base does not exist or is not supported.
     """
     shape = _shape(settings.model)
     _stored(settings)
@@ -208,7 +208,7 @@ def _stored(settings: ServerSettings) -> "StoredWeights | None":
     """Return how the base's weights are stored; None if they are not here yet.
 
     Raises:
-        CorruptModel, UnsupportedFormat: they are not served.
+        CorruptModel, UnsupportedFormat: the weights cannot be served.
     """
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import locate
@@ -223,11 +223,11 @@ def _stored(settings: ServerSettings) -> "StoredWeights | None":
 
 
 def _quantization(settings: ServerSettings) -> str:
-    """Return the weight format that serve will choose; int8 if the weights are not there yet.
+    """Return the weight format that serve will choose; int8 if the weights are not here yet.
 
     Raises:
-        CorruptModel, UnsupportedFormat: the weights are not served, or it is an unknown format or group, with the
-            choices.
+        CorruptModel, UnsupportedFormat: the weights cannot be served, or the format or group is unknown; the error
+            names the choices.
     """
     from lorasrv.models.quantization import find_format, select_format
 
@@ -238,7 +238,7 @@ def _quantization(settings: ServerSettings) -> str:
 
 
 def _adapter(settings: ServerSettings, whole: "ModelSpec", rank: int) -> tuple[int, int]:
-    """Return pages and packed bytes of an adapter of this rank on every linear, in the form that is the default."""
+    """Return the pages and packed bytes of an adapter of this rank on every linear, in the default form."""
     from adapter_store.spec import INT8
     from lorasrv.distributed.partition import Partition
     from lorasrv.distributed.rank_spec import RankSpec, pool_widths
@@ -256,14 +256,14 @@ def _adapter(settings: ServerSettings, whole: "ModelSpec", rank: int) -> tuple[i
 
 
 def _adapter_weights(shape: "ModelShape", rank: int) -> int:
-    """Count the numbers in the file of an adapter of this rank on every linear."""
+    """Count the weights of an adapter of this rank on every linear."""
     spec = shape.spec
     sites = (site for layer in range(spec.num_layers) for site in spec.sites_of(layer))
     return rank * sum(site.in_features + out for site in sites for out in site.out_features)
 
 
 def _is_locked(root: Path) -> bool:
-    """Return whether a server uses the store, by trying its lock without creating anything."""
+    """Return whether a server uses the store: try its lock, without creating anything."""
     try:
         fd = os.open(root / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

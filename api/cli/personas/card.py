@@ -1,7 +1,7 @@
 """Convert character cards (versions 2 and 3, JSON or inside a PNG) to a persona's defaults.
 
-A card is written for a client that puts prompts together; here all of it becomes the system prompt, example dialogues
-and greetings. The specifications: character-card-spec-v2 (malfoyslastname) and -v3 (kwaroran).
+A card is written for clients that assemble prompts. Here, it becomes the system prompt, example dialogues and greetings
+of a persona. Specifications: character-card-spec-v2 (malfoyslastname) and -v3 (kwaroran).
 """
 
 import base64
@@ -31,14 +31,14 @@ _UNUSED = ("post_history_instructions", "group_only_greetings")
 
 
 def defaults_of_card(data: bytes, *, without_book: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return a card's defaults, and notices of what was left out.
+    """Return a card's defaults, and notices of parts that were left out.
 
     Args:
         data: the file.
         without_book: leave a character book out instead of refusing the card.
 
     Raises:
-        CliError: it is not a card of version 2 or 3, or has a character book.
+        CliError: the file is not a card of version 2 or 3, or it has a character book.
     """
     card = _card(data)
     fields = card.get("data")
@@ -124,10 +124,10 @@ def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _plain(text: str, name: str) -> str:
-    """Return a text with the placeholders of personas, without those of clients' own prompts.
+    """Return a text with personas' placeholders in place of the card's, and without `{{original}}`.
 
     Raises:
-        CliError: it has half of a surrogate pair, which no encoding has; names the field.
+        CliError: the text has half of a surrogate pair, which cannot be encoded; the error names the field.
     """
     if _SURROGATE.search(text):
         raise CliError(f"the card's {name} has half a character (a lone surrogate); export the card again")
@@ -144,7 +144,7 @@ def _system(fields: Mapping[str, Any]) -> str:
 
 
 def _examples(text: str) -> tuple[list[list[dict[str, str]]], list[str]]:
-    """Return the example dialogues, each of whole pairs of turns, and notices of what does not fit."""
+    """Return the example dialogues as whole pairs of turns, and notices of turns that were left out."""
     dialogues, notices = [], []
     for block in _START.split(text):
         turns = _turns(block)
@@ -157,7 +157,7 @@ def _examples(text: str) -> tuple[list[list[dict[str, str]]], list[str]]:
 
 
 def _turns(block: str) -> list[dict[str, str]]:
-    """Return the turns of a block, joining those of one speaker that follow each other."""
+    """Return the turns of a block; consecutive turns of one speaker are joined."""
     turns: list[dict[str, str]] = []
     marks = list(_SPEAKER.finditer(block))
     ends = [*(mark.start() for mark in marks), len(block)][1:]

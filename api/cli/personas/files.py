@@ -17,10 +17,10 @@ MAX_FILE_BYTES = 64 << 20
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
-    """Read a file of defaults; the server checks what is in it.
+    """Read a file of defaults; the server checks its fields.
 
     Raises:
-        CliError: it cannot be read, or is not a JSON object.
+        CliError: the file cannot be read, or is not a JSON object.
     """
     with read_from(path, "a JSON file of defaults") as data:
         try:
@@ -36,7 +36,7 @@ def valid_defaults(path: Path) -> dict[str, Any]:
     """Read a file of defaults, and check it as the server does, before anything is sent.
 
     Raises:
-        CliError: as `read_defaults`, or a field is unknown or wrong.
+        CliError: as for `read_defaults`, or a field is unknown or wrong.
     """
     from api.schemas.personas import Defaults
 
@@ -50,13 +50,13 @@ def valid_defaults(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def read_from(path: Path, wanted: str) -> Iterator[bytes]:
-    """Read a file, and put its name before what the block says is wrong with it.
+    """Read a file, and add its name to the errors that the block raises.
 
     Args:
-        wanted: what the file must be, for errors.
+        wanted: description of the expected file, for errors.
 
     Raises:
-        CliError: it cannot be read, or is too large.
+        CliError: the file cannot be read, or is too large.
     """
     try:
         with path.open("rb") as file:
@@ -75,7 +75,7 @@ def text_of(data: bytes) -> str:
     """Return a file's text.
 
     Raises:
-        CliError: it is not UTF-8.
+        CliError: the file is not UTF-8.
     """
     try:
         return data.decode("utf-8-sig")
@@ -84,7 +84,7 @@ def text_of(data: bytes) -> str:
 
 
 def to_file(defaults: Mapping[str, Any]) -> str:
-    """Return defaults as a file: read and written again, it has the same bytes."""
+    """Return the text of a file with these defaults. Reading and writing it again gives the same bytes."""
     return json.dumps(defaults, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -103,7 +103,7 @@ def registered_lines(done: Mapping[str, Any]) -> Iterator[str]:
 
 
 def persona_lines(persona: Mapping[str, Any] | None) -> Iterator[str]:
-    """Format a persona as a person reads it; nothing without defaults."""
+    """Format a persona for people; no lines without defaults."""
     if persona is None:
         return
     yield f"persona {persona['name']}, defaults {short_digest(persona['digest'])}"

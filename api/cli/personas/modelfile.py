@@ -1,6 +1,6 @@
 """Convert an Ollama Modelfile to a persona's defaults.
 
-Parameters that mean the same here are mapped; all others are told. The format: Ollama's Modelfile reference.
+Parameters that have an equivalent here are converted; the others are reported. Format: Ollama's Modelfile reference.
 """
 
 import math
@@ -28,14 +28,14 @@ _UNLIMITED = (-1, -2)
 
 @dataclass
 class Modelfile:
-    """Hold what a Modelfile says: the base, the persona's defaults, and notices of what was left out."""
+    """Hold the contents of a Modelfile: the base, the persona's defaults, and notices of parts that were left out."""
 
     base: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
     def is_for(self, base_name: str) -> bool:
-        """Return whether it was written for the served base: by name, without case, punctuation and quantization."""
+        """Return whether it names the served base, ignoring case, punctuation and quantization."""
         return BaseName.of(self.base).model == BaseName.of(base_name).model
 
 
@@ -83,7 +83,7 @@ def read_modelfile(text: str) -> Modelfile:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each instruction in capitals with its value, which may go over lines between three quotes."""
+    """Yield each instruction in capitals with its value; between three quotes, a value may have several lines."""
     at = 0
     while at < len(text):
         end = text.find("\n", at)

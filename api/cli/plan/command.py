@@ -194,7 +194,7 @@ def _plan(
 
 @contextmanager
 def _progress_of(step: Callable[[str, float, float], None], what: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that advances a bar of unknown length: with every replay by an eighth of the rest."""
+    """Yield a function that advances a bar of unknown length: each replay advances it by an eighth of the rest."""
     share = 0.0
 
     def advance(_: str) -> None:
@@ -270,8 +270,8 @@ def _layouts(
 def _costs(
     options: _PlanOptions, model_name: str, on_progress: Callable[[str, float], None]
 ) -> tuple["MachineProfile", str, "MemoryOptions", int | None]:
-    """Return the costs, their source in words, the memory options to plan with, and how many pages a server has that
-    was asked for them."""
+    """Return the costs, a description of their source, the memory options to plan with, and the number of pages that
+    the server of `--server` reports; None if there is no such server or `--pool-bytes` is given."""
     from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 
     memory = options.config.memory
@@ -288,7 +288,7 @@ def _costs(
             return learnt, source, memory, None
         return learnt, source, replace(memory, pool_bytes=pool), pages
     if cached is None:
-        # Before torch is imported, as in `serve`.
+        # Set before torch is imported, as in `serve`.
         import os
 
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -305,7 +305,7 @@ def _costs(
 
 
 def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> "MachineProfile":
-    """Return the costs that a server has learnt, completed by costs measured here."""
+    """Return the costs that a server has learnt, completed with costs measured on this machine."""
     from lorasrv.memory.cost_model import PARTS
     from lorasrv.offline.planner.machine_profile import MachineProfile
 

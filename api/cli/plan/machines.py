@@ -1,4 +1,4 @@
-"""Plan for several machines behind a router: placements compared, failures, prefill and decode apart."""
+"""Plan for several machines behind a router: compare placements, failures, and separate prefill and decode."""
 
 import re
 import time
@@ -30,7 +30,7 @@ def _option(text: str, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Define options of several machines."""
+    """Define the options for several machines."""
 
     machines: Annotated[int | None, _option("Number of machines, as --costs and the server's options have one.")] = None
     placement: Annotated[
@@ -57,10 +57,10 @@ class MachineOptions:
     slo: Annotated[str | None, _option("Bounds in ms that requests should keep: ttft=1000,tpot=100 (also e2e).")] = None
 
     def bounds_ms(self) -> dict[str, float]:
-        """Return the bounds by name.
+        """Return the SLO bounds in milliseconds by name.
 
         Raises:
-            CliError: they cannot be read, or are missing with `--role`.
+            CliError: the bounds are malformed, or missing with `--role`.
         """
         from api.cli.bench.workload import InvalidOption, service_bounds
 
@@ -73,7 +73,7 @@ class MachineOptions:
         return bounds
 
     def cluster(self, seed: int) -> "ClusterOptions | None":
-        """Return the cluster; None for one server alone.
+        """Return the cluster's options; None for a single server.
 
         Raises:
             CliError, ConfigError: an option is wrong, or needs another.
@@ -144,7 +144,7 @@ class ClusterPlan:
     requests: int
     options: "ClusterOptions"
     bounds_ms: Mapping[str, float]
-    # Of each placement that was replayed.
+    # Statistics of each replayed placement.
     placements: Sequence["ClusterStats"]
     roles: "RolesPlan | None"
     # Duration of all replays.
@@ -160,7 +160,7 @@ def plan_machines(
     asked: MachineOptions,
     step: Step,
 ) -> ClusterPlan:
-    """Replay the traffic on the machines, once for each placement or split of roles that is asked for."""
+    """Replay the traffic on the machines, once per requested placement or split of roles."""
     from lorasrv.offline.cluster.report import cluster_stats
     from lorasrv.offline.cluster.roles import plan_roles
     from lorasrv.offline.cluster.sim_cluster import replay_on

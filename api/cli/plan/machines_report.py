@@ -1,4 +1,4 @@
-"""Print what `lorasrv plan --machines` found: tables with sentences, or one JSON value."""
+"""Print the results of `lorasrv plan --machines`: tables with sentences, or one JSON value."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

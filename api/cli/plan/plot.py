@@ -1,6 +1,4 @@
-"""Plot TTFT by the number of adapters and over the trace's time. The only module of the command that needs
-matplotlib.
-"""
+"""Plot TTFT by the number of adapters and over the trace's time. The command's only module that needs matplotlib."""
 
 from pathlib import Path
 

@@ -31,7 +31,7 @@ class Plan:
 
     @property
     def times_real_time(self) -> float:
-        """Return how much faster than real time the replay was."""
+        """Return the ratio of simulated time to the replay's duration."""
         return self.predicted.seconds / max(1e-9, self.wall_s)
 
     @property
@@ -39,7 +39,7 @@ class Plan:
         return best_change(self.predicted, self.changes, self.server.scheduler.target_itl_ms)
 
     def ratios(self) -> dict[str, float]:
-        """Return predicted over measured, for figures that both have."""
+        """Return predicted divided by measured values, for figures that have both."""
         if self.measured is None:
             return {}
         pairs = {name: (getattr(self.predicted, name), getattr(self.measured, name)) for name in _COMPARED}
@@ -65,12 +65,12 @@ Show = Callable[[float], str]
 
 
 def milliseconds(value: float) -> str:
-    """Show a time."""
+    """Format a time in milliseconds."""
     return "–" if math.isnan(value) else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def plain(value: float) -> str:
-    """Show a number."""
+    """Format a number."""
     return "–" if math.isnan(value) else f"{value:,.1f}"
 
 

@@ -1,4 +1,4 @@
-"""Take the traffic to plan for: a recorded trace, or a law."""
+"""Define the traffic to plan for: a recorded trace, or a law that generates requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class TrafficOptions:
         """Return the traffic.
 
         Raises:
-            CliError: it is given twice or not at all, or has no request.
+            CliError: the traffic is given twice or not at all, or has no requests.
             ConfigError: a value of the law is out of range.
             OSError: the trace cannot be read.
         """
@@ -66,6 +66,6 @@ class TrafficOptions:
         return requests
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was given as JSON data."""
+        """Return the given options as JSON data."""
         named = {name: value for name, value in vars(self).items() if value is not None and name != "trace"}
         return named if self.trace is None else {"trace": str(self.trace), "seed": self.seed}

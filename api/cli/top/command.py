@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from api.client import Client
 
 WAIT_S = 5.0
-"""A server without a response for so long is shown as gone, and polled again."""
+"""Time after which a server that does not respond is shown as gone; it is polled again."""
 KEY_POLL_S = 0.2
 """Interval of checks for a pressed key or a resized terminal."""
 
@@ -72,7 +72,7 @@ class _Watch:
         return {**about, **self._history.add(sample)}
 
     def try_sample(self) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the figures, or why there are none."""
+        """Return the figures and None, or None and the reason why there are none."""
         from api.client import Refused, ServerUnreachable
 
         try:
@@ -82,7 +82,7 @@ class _Watch:
 
 
 def _print(watch: _Watch, first: dict[str, Any], interval: float, num_samples: int | None, as_json: bool) -> None:
-    """Print for files and programs. A missing server is reported once as text, and per sample as JSON."""
+    """Print lines for files and programs. A missing server is reported once as text, or in every sample as JSON."""
     from api.cli.top.view import line
 
     figures: dict[str, Any] | None = first
@@ -138,7 +138,7 @@ def _show(watch: _Watch, first: dict[str, Any], interval: float, num_samples: in
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """Yield a function that waits up to so many seconds for a key ("": none), with echo and line buffering off."""
+    """Yield a function that waits up to the given seconds for a key ("" if none), with echo and line buffering off."""
     if not sys.stdin.isatty():
 
         def sleep(seconds: float) -> str:

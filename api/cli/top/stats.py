@@ -1,4 +1,4 @@
-"""Compute what `top` shows from two samples of /metrics and /v1/pool, as one JSON object per sample."""
+"""Compute the figures of `top` from samples of /metrics and /v1/pool, as one JSON object per sample."""
 
 import re
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW_S = 60.0
-"""Latencies cover the requests that ended in this window; before there are any, all requests."""
+"""Latencies cover the requests that ended in this window; if none did, all requests."""
 PARTS = ("kv", "prefix", "adapters", "free")
 _BUCKET = re.compile(r'lorasrv_(\w+)_seconds_bucket\{le="([^"]+)"\}')
 _COUNTER = re.compile(r"_(?:total|count)(?:\{|$)")
@@ -95,7 +95,7 @@ def _rates(now: Sample, before: Sample | None) -> dict[str, float | None]:
 
 
 def _has_fallen(now: Sample, before: Sample) -> bool:
-    """Return whether a counter is smaller than before: it began anew."""
+    """Return whether a counter is smaller than before, because the server restarted."""
     counters = ((name, value) for name, value in before.metrics.items() if _COUNTER.search(name))
     return any(now.metrics.get(name, value) < value for name, value in counters)
 

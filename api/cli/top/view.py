@@ -42,7 +42,7 @@ def line(figures: Figures, clock: str) -> str:
 
 
 def screen(figures: Figures, title: str, problem: str | None, width: int, height: int) -> "Group":
-    """Render one sample within the given size. With a `problem`, the figures are older than it."""
+    """Render one sample within the given size. If there is a `problem`, the figures are from before it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -51,7 +51,7 @@ def screen(figures: Figures, title: str, problem: str | None, width: int, height
     parts += [_bar(figures["pages"], width), *_legend(figures["pages"], width)]
     for text in parts:
         text.no_wrap, text.overflow = True, "ellipsis"
-    # Below them: the table's heading, and a line that stays free.
+    # Two lines are needed besides: the table's heading, and one that stays free.
     rows = max(0, height - len(parts) - 2)
     shown: list[Any] = [*parts, *([_hottest(figures["hottest"][:rows], width)] if rows else [])]
     return Group(*shown)
