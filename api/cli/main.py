@@ -1,4 +1,4 @@
-"""Begin the `lorasrv` command: what a signal does is settled before anything is imported that takes time."""
+"""Start the `lorasrv` command. The effect of signals is settled before any import that takes time."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ _SERVERS = frozenset({"serve", "registry"})
 
 
 def main() -> NoReturn:
-    """Run the command of `sys.argv`, and end the process with its exit code."""
+    """Run the command in `sys.argv`, and end the process with its exit code."""
     try:
         if _SERVERS.intersection(sys.argv[1:2]):
             end_at_signals()

@@ -48,13 +48,13 @@ EXIT_CODES = (
     "Exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 3 server unreachable, 130 interrupted."
 )
 OF_SERVERS = ("serve", "registry", "doctor")
-"""Commands with the options of a server."""
-# Base class of errors in arguments, for which typer has no public name.
+"""Commands that take a server's options."""
+# Base class of errors in arguments; typer has no public name for it.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _Interrupted(Exception):
-    """Signal Ctrl-C, which typer would handle itself with its own message."""
+    """Signal Ctrl-C, which typer would otherwise handle with its own message."""
 
 
 class _PipeClosed(Exception):
@@ -98,7 +98,7 @@ def _command(
     cls: type[TyperCommand] = TyperCommand,
 ) -> None:
     """Add a subcommand with its examples."""
-    # A paragraph each, and no markup: a bracket would be some.
+    # Each example is a paragraph. Brackets are escaped, because they would be markup.
     shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
     wrapped = with_api_key(with_finite_numbers(with_option_groups(function)))
     of.command(name, cls=cls, epilog="\n\n".join(shown))(wrapped)
@@ -243,7 +243,7 @@ def _root(
 
 
 class _Unread:
-    """A stream whose reader may have left: a command goes on without showing its progress."""
+    """Wrap a stream whose reader may have left, so that a command continues without showing its progress."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -262,7 +262,7 @@ class _Unread:
 
 
 def _open_what_is_closed() -> None:
-    """Let a standard stream that the caller has closed, which Python has as None, read and write nothing."""
+    """Replace standard streams that the caller has closed, which are None in Python, by the null device."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     for name in ("stdout", "stderr"):
@@ -271,11 +271,11 @@ def _open_what_is_closed() -> None:
 
 
 def run() -> NoReturn:
-    """Run the command; each error becomes one clear line and an exit code."""
+    """Run the command; an error becomes one clear line and an exit code."""
     _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal's encoding may lack a letter of an answer.
+            # The terminal's encoding may lack a character of an answer.
             stream.reconfigure(errors="replace")
     sys.stderr = _Unread(sys.stderr)
     try:
@@ -291,7 +291,7 @@ def run() -> NoReturn:
 
 def _run() -> int:
     try:
-        # The code of typer.Exit, or else the command's return value, None.
+        # The result is the code of typer.Exit, or the command's return value, None.
         return app(args=rewritten(sys.argv[1:]), prog_name="lorasrv", standalone_mode=False) or ExitCode.DONE
     except CliError as error:
         return _say(str(error), error.details, error.code)
@@ -306,7 +306,7 @@ def _run() -> int:
     except (_PipeClosed, BrokenPipeError):
         raise
     except SystemExit as left:
-        # Rich leaves so when the reader of a help has gone.
+        # Rich raises this when the reader of a help text has closed the pipe.
         if isinstance(left.__context__, BrokenPipeError):
             raise _PipeClosed from None
         raise
@@ -338,7 +338,7 @@ def _wrong_usage(error: Any) -> int:
 
 
 def _of_its_source(message: str, error: Any) -> str:
-    """Leave out the variable of an option that was given by its flag."""
+    """Remove the environment variable from a message about an option that was given by its flag."""
     concerned: Any = getattr(error, "param", None)
     variable = getattr(concerned, "envvar", None)
     source = error.ctx.get_parameter_source(concerned.name) if variable and error.ctx is not None else None
@@ -347,7 +347,7 @@ def _of_its_source(message: str, error: Any) -> str:
 
 
 def _in_plain_words(error: Any) -> Any:
-    """Return the message of an error in the arguments, without pydantic's words, by which typer checks numbers."""
+    """Return the message of an error in the arguments, rewording pydantic's, which typer uses to check numbers."""
     cause = error.__cause__
     if not hasattr(cause, "errors"):
         return error.message
@@ -363,7 +363,8 @@ def _with_meant(message: str, names: list[str]) -> str:
 
 
 def _with_option_meant(message: str, flag: str, context: Any) -> str:
-    """Name what another server's option is here, the options that may be meant, or else the commands that have it."""
+    """Add to a message the equivalent of another server's option, the options that may be meant, or else the commands
+    that have this option."""
     if context.info_name in OF_SERVERS and flag in ELSEWHERE:
         return f"{message}. {ELSEWHERE[flag]}"
     if names := meant(flag, options_of(context)):
@@ -373,7 +374,7 @@ def _with_option_meant(message: str, flag: str, context: Any) -> str:
 
 
 def _usage(error: Any) -> str:
-    """Return the order of arguments, where the error is in one of them."""
+    """Return the command's usage if the error is in a positional argument, else ""."""
     concerned = getattr(error, "param", None)
     pieces = [re.sub("[{}]", "", piece) for piece in error.ctx.command.collect_usage_pieces(error.ctx)]
     is_of_arguments = concerned is None or concerned.param_type_name == "argument"
