@@ -119,7 +119,7 @@ def create_app(
     """Build an application around an engine, which it starts and shuts down; the caller closes the store.
 
     Args:
-        follower: keeps a store up to date that follows another; started and closed here.
+        follower: keeps the store up to date if it follows a registry; started and closed here.
 
     Raises:
         ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
@@ -149,7 +149,7 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class _AppParts:
-    """Hold what runs beside the requests."""
+    """Hold the parts of the application that run besides requests."""
 
     services: Services
     limits: AdapterLimits
@@ -157,7 +157,7 @@ class _AppParts:
     watching: Observability
     keys: KeyCache
     batches: BatchManager
-    # Tells a registry what its adapters were used for.
+    # Sends the usage of adapters to the registry; None: this server follows no registry.
     sender: UsageSender | None
 
     @classmethod
@@ -188,9 +188,9 @@ class _AppParts:
 
     @asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
-        """Start everything, and end it all, whatever of it fails to start or to end."""
+        """Start all parts, and end all of them even if one fails to start or to end."""
         engine, follower, sender = self.services.engine, self.services.follower, self.sender
-        async with AsyncExitStack() as ends:  # the last one first
+        async with AsyncExitStack() as ends:  # called in reverse order
             if follower is not None:
                 ends.push_async_callback(follower.close)
             if sender is not None:
@@ -203,7 +203,7 @@ class _AppParts:
             ends.push_async_callback(self.verifier.close)
             ends.push_async_callback(self.batches.close)
             await engine.start()
-            # Has anyio import what it needs here, 25 ms, and not when the first request comes.
+            # Makes anyio import what it needs now, which takes 25 ms, and not at the first request.
             to_thread.current_default_thread_limiter()
             self.watching.start()
             for work in (_collect(self.services.store), self.keys.keep_uses(), _forget_answers(self.keys, engine)):
@@ -234,8 +234,8 @@ async def _collect(store: AdapterStore) -> None:
 
 
 async def _followed(services: Services, changed: Followed) -> None:
-    """Do what a change does on the server that it was sent to, for one that came by the feed."""
-    # A page of a whole history has thousands.
+    """Apply a change that came by the feed, in the same way as the server that received it."""
+    # A page of a whole history has thousands of ids.
     await services.ledger.prune(changed.ids if len(changed.ids) < MANY_IDS else None)
     try:
         await services.forget_deleted(changed.ids, changed.unnamed)
@@ -244,7 +244,7 @@ async def _followed(services: Services, changed: Followed) -> None:
 
 
 async def _forget_answers(keys: KeyCache, engine: ServedEngine) -> None:
-    """Drop what was said to keys that have ended, from which later answers would be drafted."""
+    """Drop past answers to keys that have ended: later answers would be drafted from them."""
     with suppress(EngineDead):
         while True:
             await asyncio.sleep(COLLECT_EVERY_S)
@@ -253,7 +253,7 @@ async def _forget_answers(keys: KeyCache, engine: ServedEngine) -> None:
 
 
 def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) -> list[Middleware]:
-    """Return the middleware, outermost first. Browser preflights, which carry no key, are answered before
+    """Return the middleware, outermost first. Browsers' preflight requests, which have no key, are answered before
     authentication.
     """
     around = [

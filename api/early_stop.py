@@ -1,7 +1,7 @@
 """End a server that is still starting, at SIGINT or SIGTERM.
 
-The handler ends the process by itself. An exception that a handler raises surfaces wherever the main thread is: an
-extension module makes another error of it, and a destructor drops it. Imports nothing that takes time.
+The handler ends the process itself, because a handler's exception surfaces wherever the main thread is: an extension
+module may turn it into another error, and a destructor drops it. Imports nothing that takes time.
 """
 
 import atexit
@@ -19,7 +19,7 @@ _starting = False
 def end_at_signals() -> None:
     """Let both signals end the process from now on, until `started`; for the main thread.
 
-    A terminal that is closed then counts as SIGTERM, also later, unless SIGHUP is ignored (`nohup`).
+    From now on, and also after `started`, SIGHUP (a closed terminal) counts as SIGTERM, unless it is ignored (`nohup`).
     """
     global _starting
     _starting = True
@@ -31,29 +31,29 @@ def end_at_signals() -> None:
 
 
 def _hung_up(*_: object) -> None:
-    """Count once: a shell that ends tells its jobs, and then the system does."""
+    """Treat the first SIGHUP as SIGTERM, and ignore others: when a shell ends, it sends one, and so does the system."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.raise_signal(signal.SIGTERM)
 
 
 def ignore_signals() -> None:
-    """Let no signal change the exit code of a process that has nothing left to do: Python ends with the system's own
-    handlers in place of those that it has."""
+    """Ignore signals, so that none changes the exit code of a process that has nothing left to do: at its end, Python
+    restores the system's default handlers in place of its own."""
     for number in (*EXIT_CODES, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def started() -> None:
-    """Leave signals to the server, which closes by itself: those that come while it does change nothing."""
+    """Leave signals to the server from now on: it closes by itself, and `handle` does nothing."""
     global _starting
     _starting = False
 
 
 @contextmanager
 def closing(close: Callable[[], None]) -> Iterator[None]:
-    """Have `close` called if the process ends within the block, before whatever was registered earlier.
+    """Call `close` if a signal ends the process within the block, before functions that were registered earlier.
 
-    The main thread may hold any lock then, so `close` must take none.
+    The main thread may hold any lock at that moment, so `close` must take none.
     """
     _closers.append(close)
     try:

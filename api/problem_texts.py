@@ -1,4 +1,4 @@
-"""Say in plain words what is wrong with a value that pydantic refuses, and what would be right."""
+"""Describe in plain words why pydantic refuses a value, and what would be valid."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ _TEXTS: Mapping[str, str] = {
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be above {gt}",
 }
-"""Type of a problem -> what to say, with values of the problem's context."""
+"""Type of a problem -> its text, with placeholders for values of the problem's context."""
 _EXAMPLES: Mapping[str, str] = {
     "adapters": '{"id": "x", "weight": 1}',
     "messages": '{"role": "user", "content": "Hello"}',
@@ -38,13 +38,13 @@ _EXAMPLES: Mapping[str, str] = {
     "response_format": '{"type": "json_object"}',
     "stream_options": '{"include_usage": true}',
 }
-"""Field of an object, or of a list of objects -> such an object."""
+"""Field that is an object, or a list of objects -> example of such an object."""
 _LIST = re.compile(r"list\[(.+)\]")
 _SEVERAL = {"str": "texts", "int": "whole numbers", "float": "numbers", "bool": "switches"}
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """Say what is wrong with a field and what would be right."""
+    """Describe what is wrong with a field and what would be valid."""
     kind, context = problem.get("type", ""), problem.get("ctx", {})
     match kind:
         case "too_long" if (given := context["actual_length"]) is not None:
@@ -58,19 +58,19 @@ def problem_text(problem: Mapping[str, Any]) -> str:
             return f"must have at most {_counted(context['max_length'], 'character', 'characters')}"
         case "list_type":
             return f"{_MUST}{_listed(str(problem['loc'][-1]) if problem['loc'] else '')}"
-        # The second where FastAPI validates.
+        # FastAPI's validation reports the second type.
         case "model_type" | "model_attributes_type" if example := _EXAMPLES.get(_field(problem["loc"])):
             return f"{_MUST}an object such as {example}"
     text = _TEXTS.get(kind)
     if text is None:
         return str(problem["msg"]).removeprefix("Value error, ")
-    # A bound of 4 is 4.0 where the field is a number.
+    # If the field is a float, a bound of 4 is 4.0.
     is_whole = {name: isinstance(value, float) and value.is_integer() for name, value in context.items()}
     return text.format(**{name: int(value) if is_whole[name] else value for name, value in context.items()})
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Join the problems of one field to one text: a field that may be of several types has one for each type."""
+    """Join the problems of one field to one text: a field of several possible types has a problem for each type."""
     different = list(dict.fromkeys(texts))
     allowed = [text.removeprefix(_MUST) for text in different if text.startswith(_MUST)]
     others = [text for text in different if not text.startswith(_MUST)]
@@ -78,7 +78,7 @@ def merged(texts: Iterable[str]) -> str:
 
 
 def without_other_types(problems: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Leave out that a field has not another type, where its type is right and something in it is wrong.
+    """Remove complaints about a field's type if a problem inside it shows that one of its possible types was meant.
 
     Args:
         problems: name of a field -> its problems.
@@ -93,13 +93,13 @@ def without_other_types(problems: Mapping[str, list[Mapping[str, Any]]]) -> dict
 
 
 def _field(location: tuple[int | str, ...]) -> str:
-    """Return the innermost field of a location, which may end with indices and names of branches of a union."""
+    """Return the innermost field of a location, which may end with indices and names of a union's branches."""
     names = (part for part in reversed(location) if isinstance(part, str) and part.isidentifier())
     return next((name for name in names if name[0].islower()), "")
 
 
 def _listed(branch: str) -> str:
-    """Describe a list by the name of a union's branch, such as `list[list[int]]`; without one it is any list."""
+    """Describe a list by the name of a union's branch, such as `list[list[int]]`; other names give "a list"."""
     found = _LIST.fullmatch(branch)
     return f"a list of {_several(found[1])}" if found else "a list"
 

@@ -1,4 +1,4 @@
-"""Run a serving process: address, store, model, HTTP, ordered so that errors appear as early as possible."""
+"""Run a server process: address, store, model, HTTP, in an order that reports errors as early as possible."""
 
 import asyncio
 import errno
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 WAITING = "waiting for the registry"
 Progress = Callable[[str, float], None]
-"""Called with the current activity and the share of it that is done, from 0 to 1."""
+"""Called with the current activity and the completed share of it, from 0 to 1."""
 BACKGROUND_DELAY_S = 30.0
-"""Time from the start of the engine, which measures threads then, until kernels are compiled that few models need."""
+"""Delay of compiling kernels that few models need: in the meantime, the engine starts and measures threads."""
 
 
 class CannotStart(Exception):
-    """Report a server that cannot start, with the reason, where no other package has an error for it."""
+    """Report a server that cannot start, with the reason, if no other package has an error for it."""
 
 
 class CannotListen(CannotStart):
@@ -73,33 +73,33 @@ class Ready:
     pool_bytes: int
     pages: int
     seconds: float
-    # Servers behind the address, each with such a pool.
+    # Number of servers behind the address, each with a pool of this size.
     replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Hold a server that serves."""
+    """Hold a running server."""
 
     ready: Ready
     services: "Services"
-    # Begins to drain it; for any thread.
+    # Begins to drain the server; may be called from any thread.
     stop: Callable[[], None]
 
 
 def run(
     settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None], *, computes: bool = True
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain (`api/asgi/draining.py`); a second signal shortens that.
+    """Serve until SIGINT or SIGTERM, then drain (`api/asgi/draining.py`); a second signal shortens the drain.
 
-    Both signals also end a server that is still loading, and the process with it (`api/early_stop.py`).
+    While the server is still loading, both signals end the process at once (`api/early_stop.py`).
 
     Args:
-        on_ready: called when it is ready as `/ready` says; a follower that has no lease yet waits for the registry.
-        computes: whether it has an engine; without one it keeps a store for the servers that follow it.
+        on_ready: called when the server is ready in the sense of `/ready`; a follower first waits for a lease.
+        computes: whether the server has an engine; without one, it keeps a store for the servers that follow it.
 
     Raises:
-        LorasrvError, AdapterError: model, options or store are not usable, an option would do nothing, or other
+        LorasrvError, AdapterError: model, options or store are not usable, an option would have no effect, or other
             machines would need no key.
         ModulesRefused: adapters of `--lora-modules` are refused.
         CannotListen: the address cannot be bound.
@@ -127,12 +127,12 @@ def check_guarded(settings: ServerSettings) -> None:
     """Check that clients on other machines need a key, unless the options allow access without one.
 
     Raises:
-        ConfigError: they need none.
+        ConfigError: they would need none.
         StoreUnusable: the store's keys cannot be read, or a registry's would replace them.
     """
     root = settings.store.expanduser()
     if settings.registry is not None:
-        # Its keys are not here yet; until they are, no request is served.
+        # The registry's keys are not here yet; until they are, no request is served.
         _check_no_own_keys(root)
         return
     if settings.serves_without_keys or settings.api_key is not None or has_keys(root):
@@ -150,7 +150,7 @@ def key_command(settings: ServerSettings) -> str:
 
 
 def _check_no_own_keys(root: Path) -> None:
-    """Check that a follower's folder has no keys but those of its registry, which replace all that are there."""
+    """Check that a follower's folder has no keys of its own, which its registry's keys would replace."""
     if has_keys(root) and not is_followed(root / "index.sqlite3"):
         raise StoreUnusable(
             f"store {root} has keys of its own (keys.db), and a server that follows a registry has that one's: create "
@@ -159,7 +159,7 @@ def _check_no_own_keys(root: Path) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address before seconds are spent on loading; clients are refused until the socket listens.
+    """Bind the address, before loading, which takes seconds; clients are refused until the socket listens.
 
     Raises: CannotListen.
     """
@@ -195,22 +195,22 @@ def serve_on(
     *,
     computes: bool,
 ) -> None:
-    """Serve at a bound socket until it is stopped: in the main thread by a signal, anywhere by `Running.stop`.
+    """Serve on a bound socket until `Running.stop` is called or, in the main thread, a signal comes.
 
     Args:
         started: monotonic time from which `Ready.seconds` counts.
-        computes: as of `run`.
+        computes: as for `run`.
     """
     progress("importing torch", 0.0)
-    # Before torch: its OpenMP threads would busy-wait for long between products, and starve the event loop on few
-    # cores; without busy-waiting (OMP_WAIT_POLICY=PASSIVE) a step takes three times as long. Figures:
-    # docs/benchmarks/steps.md#threads.
+    # Set before torch is imported: by default, its OpenMP threads busy-wait for long between products, and starve the
+    # event loop on few cores. Without busy-waiting (OMP_WAIT_POLICY=PASSIVE), a step takes three times as long.
+    # Figures: docs/benchmarks/steps.md#threads.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     with ExitStack() as opened:
-        # Until the server is ready: hardly anything that the start makes can be freed.
+        # No garbage collection until the server is ready: hardly any object that the start creates can be freed.
         gc.disable()
         opened.callback(gc.enable)
-        # Compiling takes longest at a first start, and needs nothing of what follows.
+        # Compiling comes first: it takes longest at a first start, and needs nothing of what follows.
         compiling_early = opened.enter_context(ExitStack())
         common, further = _cpu_kernels(settings.engine_config()) if computes else ((), ())
         compilation = compiling_early.enter_context(compiling(common))
@@ -245,8 +245,8 @@ def serve_on(
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:
-            # Exclude the objects so far from garbage collection: scanning them takes a full collection 120 ms, during a
-            # step. What the start took and freed goes back to the system.
+            # Exclude all present objects from garbage collection: scanning them makes a full collection take 120 ms,
+            # during a step. Memory that the start has freed is returned to the system.
             gc.collect()
             gc.freeze()
             gc.enable()
@@ -283,8 +283,8 @@ def _follower(settings: ServerSettings, store: "AdapterStore", origin: HttpOrigi
 
 
 def _cpu_kernels(config: EngineConfig) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """Return the kernels that the engine will load, as far as is known before torch says whether there is a GPU, and
-    those that it may need later."""
+    """Return the kernels that the engine will load, as far as known before torch tells whether there is a GPU, and
+    kernels that it may need later."""
     if config.model.device == "cuda" or config.model.kernels not in ("auto", "numba"):
         return (), ()
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name
@@ -292,7 +292,7 @@ def _cpu_kernels(config: EngineConfig) -> tuple[tuple[Kernel, ...], tuple[Kernel
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":
-    """Open the file of `--record-trace`, if any: before the model is loaded, so that a failure is told at once."""
+    """Open the file of `--record-trace`, if any, before the model is loaded, so that a failure is reported at once."""
     from lorasrv.metrics.trace_recorder import TraceRecorder
 
     if settings.record_trace is None:
@@ -305,10 +305,10 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRe
 
 
 def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "AdapterStore":
-    """Open the store, with the shapes of the base; also for commands with an engine in their process.
+    """Open the store, with the shapes of the base; also used by commands with an engine in their process.
 
     Args:
-        origin: the registry to follow; None: the store is this server's own.
+        origin: the registry to follow; None: this server owns its store.
 
     Raises: ModelError, AdapterError.
     """
@@ -338,7 +338,7 @@ def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "A
 
 
 class _EngineServer(DrainingServer):
-    """Serve an application around an engine: with its watchdog, its batches and its last words."""
+    """Serve an application around an engine, and manage its watchdog, its batches and its shutdown."""
 
     def __init__(self, app: "FastAPI", on_started: Callable[[], None], watchdog: Watchdog) -> None:
         services: Services = app.state.services
