@@ -11,7 +11,7 @@ STEP_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class ResultRoom:
-    """Count the bytes of a batch's results, and those that it may have. For the event loop."""
+    """Count the bytes that a batch's results use, and the bytes reserved for them. For the event loop."""
 
     reserved: int
     used: int = 0

@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 async def read_demand(
     path: str, session: str | None, body: bytes, base_names: Collection[str], estimator: WorkEstimator
 ) -> Demand:
-    """Describe a request to the placement. A body that is not a JSON object prefers no replica.
+    """Describe a request to the placement. A body that is not a JSON object gives no preference for a replica.
 
     Args:
         session: value of the header x-session-id.
