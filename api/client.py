@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote, urlsplit
 
 import httpx2
@@ -58,11 +58,20 @@ def problem_line(problem: Mapping[str, Any]) -> str:
     return f"{where}{problem['message']} ({problem['code']})"
 
 
+class Piece(NamedTuple):
+    """Hold a piece of an answer."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 @dataclass
 class Choice:
     """Hold one answer to a request."""
 
     text: str = ""
+    # What the model wrote in front of it.
+    reasoning: str = ""
     finish_reason: str | None = None
     # One entry per token, in the format of OpenAI's chat.
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -88,6 +97,10 @@ class StreamedAnswer:
             self.events.close()
 
     def __iter__(self) -> Iterator[str]:
+        return (piece.text for piece in self.pieces() if not piece.is_reasoning)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield text and reasoning as they arrive."""
         for payload in self.events:
             if "error" in payload:
                 raise Refused(500, payload["error"])
@@ -96,15 +109,13 @@ class StreamedAnswer:
                 choice = self.choices.setdefault(entry.get("index", 0), Choice())
                 choice.finish_reason = entry["finish_reason"] or choice.finish_reason
                 choice.logprobs += _token_logprobs(entry.get("logprobs") or {})
-                if text := _text(entry):
+                message = entry.get("delta") or entry.get("message") or {"content": entry.get("text")}
+                if reasoning := message.get("reasoning"):
+                    choice.reasoning += reasoning
+                    yield Piece(reasoning, is_reasoning=True)
+                if text := message.get("content"):
                     choice.text += text
-                    yield text
-
-
-def _text(entry: Mapping[str, Any]) -> str:
-    """Return the text of a choice or of a piece of one, from chat or plain completions."""
-    message = entry.get("delta") or entry.get("message")
-    return str((message.get("content") if message else entry.get("text")) or "")
+                    yield Piece(text)
 
 
 def _token_logprobs(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

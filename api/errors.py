@@ -158,6 +158,7 @@ FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
         "context_overflow": "truncation",
+        "reasoning_effort": "reasoning.effort",
     },
     "/generate": _TGI_FIELDS,
     "/generate_stream": _TGI_FIELDS,

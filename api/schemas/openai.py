@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import StructuredFields
-from api.schemas.tools import Message, ToolFields
+from api.schemas.tools import Message, ReasoningFields, ToolFields
 from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import (
@@ -305,13 +305,18 @@ class CompletionBody(GenerationBody):
         return DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
 
 
-class ChatBody(ToolFields, GenerationBody):
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to reason: OpenAI's values, and vLLM's."""
+
+
+class ChatBody(ToolFields, ReasoningFields, GenerationBody):
     """Continue a conversation."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     # The template writes special tokens.
     add_special_tokens: Literal[False] | None = None
     context_overflow: ContextOverflow | None = None
+    reasoning_effort: Effort | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -20,7 +20,7 @@ from api.schemas.composition import PinnedAdaptersField
 from api.schemas.openai import ContextOverflow, SamplingFields
 from api.schemas.speculation import SpeculationField
 from api.schemas.structured_output import ResponseFormat
-from api.schemas.tools import MAX_TOOLS, NamedChoice
+from api.schemas.tools import MAX_TOOLS, NamedChoice, ReasoningFields
 from lorasrv.errors import InvalidRequest
 
 MAX_DEFAULTS_BYTES = 256 << 10
@@ -61,7 +61,7 @@ def _kind(value: object) -> str | None:
     return "Prompt" if isinstance(value, Mapping | SystemPrompt) else None
 
 
-class Defaults(SamplingFields, ClosedBody):
+class Defaults(SamplingFields, ReasoningFields, ClosedBody):
     """Hold the defaults of one version."""
 
     name: _Name | None = None

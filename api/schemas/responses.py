@@ -8,10 +8,10 @@ from pydantic_core import PydanticCustomError
 
 from api.asgi.json_lines import Json
 from api.schemas.base import Body, Items, KnownBody, at_most
-from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields
+from api.schemas.openai import MAX_MESSAGES, ChatBody, DrawingFields, Effort
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import GuidedFields
-from api.schemas.tools import MAX_TOOLS, FunctionFields, Message
+from api.schemas.tools import MAX_TOOLS, FunctionFields, Message, ReasoningFields
 from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import MAX_LOGPROBS
@@ -92,6 +92,22 @@ class InputCall(Body):
     arguments: str
 
 
+class ReasoningPart(Body):
+    """Hold a text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(KnownBody):
+    """Repeat the reasoning of an earlier answer, which belongs to the message or call behind it."""
+
+    UNSUPPORTED: ClassVar = {"encrypted_content": (None,), "summary": (None, [])}
+
+    type: Literal["reasoning"]
+    content: Items[ReasoningPart] | None = None
+
+
 class InputCallOutput(Body):
     """Tell what a called function returned."""
 
@@ -106,15 +122,22 @@ def _kind(item: Any) -> str | None:
     return _KINDS.get("message" if kind is None else kind) if isinstance(kind, str | None) else None
 
 
-_KINDS = {"message": "Message", "function_call": "Call", "function_call_output": "Output"}
+_KINDS = {
+    "message": "Message",
+    "reasoning": "Reasoning",
+    "function_call": "Call",
+    "function_call_output": "Output",
+}
 Item = Annotated[
     Annotated[InputMessage, Tag("Message")]
+    | Annotated[InputReasoning, Tag("Reasoning")]
     | Annotated[InputCall, Tag("Call")]
     | Annotated[InputCallOutput, Tag("Output")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="must be an object whose type is message, function_call or function_call_output",
+        custom_error_message="must be an object whose type is message, reasoning, function_call or "
+        "function_call_output",
     ),
 ]
 
@@ -180,6 +203,14 @@ class TextConfig(KnownBody):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(KnownBody):
+    """Configure the reasoning in front of the answer. There are no summaries of it."""
+
+    UNSUPPORTED: ClassVar = {"summary": (None,), "generate_summary": (None,)}
+
+    effort: Effort | None = None
+
+
 class ResponseStreamOptions(KnownBody):
     """Hold what other servers configure in streams; usage is always in the last event."""
 
@@ -190,7 +221,7 @@ _Name = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
 
 
-class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
+class ResponsesBody(RequestFields, DrawingFields, GuidedFields, ReasoningFields, KnownBody):
     """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
 
     UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_GENERATION}
@@ -201,6 +232,7 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
     tools: Annotated[Items[OfferedFunction], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ForcedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -234,6 +266,8 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             if other := next(iter(fields.keys() & GuidedFields.model_fields.keys()), None):
                 raise InvalidRequest("{param} and text.format exclude each other; send one", param=other)
@@ -241,6 +275,8 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
         if self.truncation is not None:
             fields["context_overflow"] = "drop_oldest" if self.truncation == "auto" else "error"
         messages = list(self._messages())
+        if not messages:
+            raise InvalidRequest("{param} holds no message", param="input")
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(f"{{param}} and instructions are more than {MAX_MESSAGES} messages", param="input")
         return ChatBody.model_validate({**fields, "messages": messages})
@@ -252,7 +288,7 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
             yield {"role": "user", "content": self.input}
             return
         called: set[str] = set()
-        # What the model said in one turn: a text, calls, or both.
+        # What the model said in one turn: reasoning, a text, calls, or some of them.
         said: Json | None = None
         for number, item in enumerate(self.input):
             if isinstance(item, InputCall):
@@ -260,12 +296,16 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
                 said.setdefault("tool_calls", []).append(_call(item))
                 called.add(item.call_id)
                 continue
-            if isinstance(item, InputMessage) and item.role == "assistant" and said and "tool_calls" in said:
+            if isinstance(item, InputMessage) and item.role == "assistant" and said and said.keys() & _JOINED:
                 said["content"] = (said["content"] or "") + _content(item.content)
                 continue
             if said is not None:
                 yield said
                 said = None
+            if isinstance(item, InputReasoning):
+                if text := "".join(part.text for part in item.content or ()):
+                    said = {"role": "assistant", "content": "", "reasoning_content": text}
+                continue
             if isinstance(item, InputCallOutput):
                 if item.call_id not in called:
                     raise InvalidRequest("{param} is that of no function_call before", param=f"input[{number}].call_id")
@@ -278,6 +318,8 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, KnownBody):
             yield said
 
 
+_JOINED = frozenset({"tool_calls", "reasoning_content"})
+"""What begins a turn that a message behind it goes on with."""
 _SHARED = (ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()) - {"tools", "stream_options"}
 """Fields that mean the same in a chat."""
 

@@ -176,6 +176,15 @@ def _no_end(why: str) -> InvalidRequest:
     return InvalidRequest(f"continue_final_message {why}", param="continue_final_message")
 
 
+class ReasoningFields(Body):
+    """Define what becomes of the reasoning in front of an answer."""
+
+    # vLLM's: whether the response has it. Left out, it is still generated and counted.
+    include_reasoning: bool | None = None
+    # SGLang's: whether it has fields of its own. False leaves it in the text, with its markers.
+    separate_reasoning: bool | None = None
+
+
 class ToolFields(PromptEndFields):
     """Define the tool and template fields of a chat. Templates get the tools as the client wrote them."""
 

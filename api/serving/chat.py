@@ -1,4 +1,4 @@
-"""Convert a chat body to an engine request: prompt, grammar, and the format of tool calls."""
+"""Convert a chat body to an engine request: prompt, grammar, and the format of reasoning and tool calls."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from api.schemas.openai import ChatBody
 from api.schemas.tools import Message
-from api.serving.openai_responses import ChatFormat, ToolCallFormat
+from api.serving.openai_responses import ChatFormat, ParsedChatFormat
 from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
 from lorasrv.errors import InvalidRequest
 from lorasrv.models.spec import ModelSpec
+from lorasrv.sampling_params import TextOptions
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.reasoning import Markers, PromptEnd, ReasoningFormat, detect_markers
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
+from lorasrv.text.tool_parsers.base import Tool
 from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
 
 if TYPE_CHECKING:
@@ -37,8 +41,8 @@ class ChatPlan:
     prompt: list[int]
     grammar: Grammar | None
     protocol_format: ChatFormat
-    # Special tokens that the tool parser must see.
-    shown_token_ids: frozenset[int] = frozenset()
+    # The answer's text, with the special tokens that its readers must see.
+    text: TextOptions
     # None: none may be dropped.
     dropped_turns: int | None = None
 
@@ -64,24 +68,86 @@ def plan_chat(
             "this base has no chat template; use /v1/completions (lorasrv generate --raw)", param="messages"
         )
     grammar, tools = body.grammar(), body.offered_tools()
-    variables = template.checked_variables(body.chat_template_kwargs or {})
+    variables = _variables(body, template)
     check_tools_supported(body.messages, template, 0 if persona is None else persona.num_added)
     if body.uses_tools:
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
-    if not body.uses_tools:
-        return ChatPlan(prompt, grammar, ChatFormat(), dropped_turns=dropped)
-    form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
+    # A grammar of the whole answer leaves no place to reason.
+    is_free = grammar is None and not body.forces_call
+    opening = _opening(body, template, tokenizer, prompt) if is_free else None
+    form, shown, parallel = None, frozenset[int](), body.parallel_tool_calls is not False
+    if body.uses_tools:
+        form = _format_of(template, "tools")
+        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer)
+        shown |= form.shown(tokenizer)
+    if opening is not None:
+        shown |= opening[0].shown(tokenizer)
+    text = body.text_options(shown, strip_start=not body.continue_final_message)
+    if form is None and opening is None:
+        return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
+    reasoning = None
+    if opening is not None:
+        is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
+        reasoning = ReasoningFormat(*opening, is_shown, detokenizer)
+    names = frozenset(tool.name for tool in tools)
+    protocol_format = ParsedChatFormat(form, names, parallel=parallel, reasoning=reasoning)
+    return ChatPlan(prompt, grammar, protocol_format, text, dropped)
+
+
+def _variables(body: ChatBody, template: "ChatTemplate") -> dict[str, Any]:
+    """Return the template variables that the body asks for.
+
+    Raises:
+        InvalidRequest: the template does not take one of them, or `reasoning_effort` says what it cannot do.
+    """
+    given, effort = template.checked_variables(body.chat_template_kwargs or {}), body.reasoning_effort
+    if effort is None:
+        return given
+    if "reasoning_effort" in template.variables:
+        said: dict[str, Any] = {"reasoning_effort": effort}
+    elif effort != "none":
+        why = "{param}: this base's chat template knows no efforts; leave it out, or send none for no reasoning"
+        raise InvalidRequest(why, param="reasoning_effort")
+    elif "enable_thinking" in template.variables:
+        said = {"enable_thinking": False}
+    elif detect_markers(template.source) is not None:
+        raise InvalidRequest("{param}: this base cannot answer without reasoning", param="reasoning_effort")
+    else:
+        said = {}
+    if any(given.get(name, value) != value for name, value in said.items()):
+        why = "{param} and chat_template_kwargs say different things; send one"
+        raise InvalidRequest(why, param="reasoning_effort")
+    return {**given, **said}
+
+
+def _opening(
+    body: ChatBody, template: "ChatTemplate", tokenizer: Tokenizer, prompt: Sequence[int]
+) -> tuple[Markers, bool] | None:
+    """Return the markers of reasoning that is to be told from the answer, and whether the prompt has opened it; None if
+    there is none."""
+    markers = detect_markers(template.tool_source if body.uses_tools else template.source)
+    if markers is None or body.separate_reasoning is False:
+        return None
+    if body.continue_final_message:
+        end = markers.end_of_message(body.messages[-1].plain()["content"])
+    else:
+        end = markers.end_of_prompt(prompt, tokenizer)
+    return None if end is PromptEnd.CLOSED else (markers, end is PromptEnd.OPEN)
+
+
+def _grammar_of_calls(
+    body: ChatBody, grammar: Grammar | None, form: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer
+) -> Grammar | None:
+    """Return the grammar of an answer with tools, given that of one without."""
+    parallel = body.parallel_tool_calls is not False
     if grammar is not None:
         check_beside_tools(grammar, form)
     if body.forces_call:
-        grammar = form.grammar(tools, parallel, tokenizer)
-    elif grammar is not None:
-        grammar = form.grammar_beside(grammar, tools, parallel, tokenizer)
-    elif any(tool.is_strict for tool in tools):
-        grammar = form.unforced_grammar(tools, tokenizer)
-    protocol_format = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
-    return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer), dropped)
+        return form.grammar(tools, parallel, tokenizer)
+    if grammar is not None:
+        return form.grammar_beside(grammar, tools, parallel, tokenizer)
+    return form.unforced_grammar(tools, tokenizer) if any(tool.is_strict for tool in tools) else None
 
 
 def vocab_size_of(engine: ChatEngine, own: Tokenizer | None) -> int:

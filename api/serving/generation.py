@@ -282,7 +282,6 @@ async def plan_conversation(
     plan = await services.in_thread(
         texts, partial(plan_chat, body, services.engine, target.persona, target.own_tokenizer), caller
     )
-    text = body.text_options(plan.shown_token_ids, strip_start=not body.continue_final_message)
     return await _plan(
         body,
         target,
@@ -292,7 +291,7 @@ async def plan_conversation(
         protocol_format=plan.protocol_format,
         id_prefix=id_prefix,
         grammar=plan.grammar,
-        text=text,
+        text=plan.text,
         dropped_turns=plan.dropped_turns,
         write=write and partial(write, plan.protocol_format),
     )

@@ -1,7 +1,7 @@
 """Convert the engine's outputs to OpenAI's responses, whole or as streams of chunks.
 
-One builder serves chat and plain completions; a `ProtocolFormat` contains the differences. `ToolCallFormat` adds tool
-calls to chat, whole and as deltas.
+One builder serves chat and plain completions; a `ProtocolFormat` contains the differences. `ParsedChatFormat` adds
+reasoning and tool calls to chat, whole and as deltas.
 """
 
 import secrets
@@ -25,7 +25,8 @@ from api.serving.model_list import digest_text
 from api.serving.model_resolver import ResolvedModel
 from lorasrv import __version__
 from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
-from lorasrv.text.tool_parsers.base import Part, ToolCall, ToolReader
+from lorasrv.text.reasoning import ReasoningFormat, ReasoningReader
+from lorasrv.text.tool_parsers.base import Part, Reasoning, TextReader, ToolCall, ToolReader
 from lorasrv.text.tool_parsers.formats import ToolFormat
 
 SYSTEM_FINGERPRINT = f"lorasrv-{__version__}"
@@ -50,8 +51,11 @@ class ProtocolFormat(Protocol):
     def delta(self, text: str) -> Json:
         """Format a piece of text in a chunk."""
 
-    def full_content(self, text: str) -> Json:
-        """Format the whole text."""
+    def full_content(self, index: int, outputs: Sequence[RequestOutput], before: str) -> Json:
+        """Format all outputs of a choice, behind the text `before`."""
+
+    def usage_details(self) -> Json:
+        """Return what the usage says of the outputs so far beside OpenAI's counts."""
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format one output of a choice as one or more chunks."""
@@ -67,6 +71,9 @@ class _PlainText(ABC):
 
     @abstractmethod
     def delta(self, text: str) -> Json: ...
+
+    def usage_details(self) -> Json:
+        return {}
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         return [self.delta(output.text)]
@@ -92,12 +99,17 @@ class ChatFormat(_PlainText):
         return {"delta": {"content": text} if text else {}}
 
     def parts(self, index: int, output: RequestOutput) -> list[Part]:
-        """Return the texts and the whole calls that an output of a choice completes."""
+        """Return the texts, the reasoning and the whole calls that an output of a choice completes."""
         del index
         return [output.text] if output.text else []
 
-    def full_content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def content_at(self, index: int) -> int | None:
+        """Return how many characters a choice has in front of its content; None while that is not known."""
+        del index
+        return 0
+
+    def full_content(self, index: int, outputs: Sequence[RequestOutput], before: str) -> Json:
+        return {"message": {"role": "assistant", "content": _joined(outputs, before), "refusal": None}}
 
 
 class CompletionFormat(_PlainText):
@@ -115,8 +127,12 @@ class CompletionFormat(_PlainText):
     def delta(self, text: str) -> Json:
         return {"text": text}
 
-    def full_content(self, text: str) -> Json:
-        return {"text": text}
+    def full_content(self, index: int, outputs: Sequence[RequestOutput], before: str) -> Json:
+        return {"text": _joined(outputs, before)}
+
+
+def _joined(outputs: Sequence[RequestOutput], before: str) -> str:
+    return before + "".join(output.text for output in outputs)
 
 
 @dataclass(frozen=True)
@@ -172,9 +188,11 @@ class ResponseBuilder:
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
     def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
-        return [
-            self._full_choice(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))
-        ]
+        best = self._best(outputs, width)
+        for index in outputs.keys() - set(best):
+            # It is not returned, but counted.
+            self.protocol_format.full_content(index, outputs[index], "")
+        return [self._full_choice(number, index, width, outputs) for number, index in enumerate(best)]
 
     def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
         """Return the indices of the returned choices, prompt by prompt."""
@@ -189,8 +207,7 @@ class ResponseBuilder:
         """Format a whole choice; its prompt is in the outputs of the first one that was tried."""
         own, first = outputs[index], outputs[index - index % width][0]
         echo = self.echoes[index // width] if self.echoes else None
-        text = (echo.text if echo else "") + "".join(output.text for output in own)
-        content = self.protocol_format.full_content(text)
+        content = self.protocol_format.full_content(index, own, echo.text if echo else "")
         tokens: list[PlacedToken] | None = None
         if self.top is not None:
             shown = ShownTokens(len(echo.text) if echo else 0)
@@ -237,6 +254,7 @@ class ResponseBuilder:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(first.timing.num_cached_tokens for first in firsts)},
+            **self.protocol_format.usage_details(),
             "lorasrv": self._figures(choices, firsts[0].timing),
         }
 
@@ -332,6 +350,9 @@ class ChunkEvents:
                     choice |= {"token_ids": self._untold.pop(index, []), **self._prompt_ids(index, in_choice=True)}
                 events.append(event_of(self._chunk(choice)))
             events += [self._choices.mark()] if pieces else []
+        elif self._format.is_parsed:
+            # Nothing is told of it, but its tokens count.
+            self._format.deltas(index, output)
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -420,36 +441,70 @@ def _fallback(choices: ChoiceStream) -> str | None:
 
 
 TOOL_CALLS = "tool_calls"
+REASONING_FIELDS = ("reasoning", "reasoning_content")
+"""vLLM's name of the reasoning, and that of SGLang and of older clients: each reads its own."""
 
 
-class ToolCallFormat(ChatFormat):
-    """Format one request's answers with tool calls, with a tool parser per choice.
+class ParsedChatFormat(ChatFormat):
+    """Format one request's answers of reasoning, text and tool calls, with a reader per choice.
 
     Args:
+        form: how calls are written; None: there are no tools.
         names: the tools that may be called.
         parallel: whether there may be more than one call.
+        reasoning: how reasoning is; None: there is none.
     """
 
     is_parsed = True
 
-    def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool) -> None:
+    def __init__(
+        self,
+        form: ToolFormat | None,
+        names: frozenset[str] = frozenset(),
+        *,
+        parallel: bool = True,
+        reasoning: ReasoningFormat | None = None,
+    ) -> None:
         self._form = form
         self._names = names
         self._parallel = parallel
+        self._reasoning = reasoning
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether there may be calls."""
+        return self._form is not None
 
     def parts(self, index: int, output: RequestOutput) -> list[Part]:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = self._reader()
+        if isinstance(reader, ReasoningReader):
+            reader.count(output.token_ids)
         parts = reader.push(output.text)
-        return [*parts, *reader.flush()] if output.finished else parts
+        if output.finished:
+            parts += reader.flush()
+        if self._reasoning is None or self._reasoning.is_shown:
+            return parts
+        return [part for part in parts if not isinstance(part, Reasoning)]
+
+    def content_at(self, index: int) -> int | None:
+        reader = self._readers[index]
+        return reader.content_at if isinstance(reader, ReasoningReader) else 0
+
+    def usage_details(self) -> Json:
+        if self._reasoning is None:
+            return {}
+        readers = [reader for reader in self._readers.values() if isinstance(reader, ReasoningReader)]
+        return {"completion_tokens_details": {"reasoning_tokens": sum(reader.num_tokens for reader in readers)}}
 
     def call_id(self, name: str) -> str:
         """Return the id of the call of this name, as the format's templates take them."""
         digest = blake2b(name.encode(), digest_size=12).hexdigest()
-        return digest[: self._form.id_chars] if self._form.id_chars else f"call_{digest}"
+        length = 0 if self._form is None else self._form.id_chars
+        return digest[:length] if length else f"call_{digest}"
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
@@ -458,12 +513,14 @@ class ToolCallFormat(ChatFormat):
         deltas = [{"delta": delta} for part in self.parts(index, output) for delta in self._part_deltas(index, part)]
         return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
 
-    def full_content(self, text: str) -> Json:
-        reader = self._reader()
-        parts = [*reader.push(text), *reader.flush()]
+    def full_content(self, index: int, outputs: Sequence[RequestOutput], before: str) -> Json:
+        parts = [part for output in outputs for part in self.parts(index, output)]
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [self._call(part) for part in parts if isinstance(part, ToolCall)]
         message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if self._reasoning is not None and self._reasoning.is_shown:
+            reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+            message |= dict.fromkeys(REASONING_FIELDS, reasoning or None)
         return {"message": {**message, TOOL_CALLS: calls} if calls else message}
 
     def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
@@ -473,11 +530,14 @@ class ToolCallFormat(ChatFormat):
         return TOOL_CALLS if called and is_whole else ended.finish_reason
 
     def _reader(self) -> ToolReader:
-        return self._form.reader(self._names, self._parallel)
+        content = TextReader() if self._form is None else self._form.reader(self._names, self._parallel)
+        return content if self._reasoning is None else self._reasoning.reader(content)
 
     def _part_deltas(self, index: int, part: Part) -> list[Json]:
         if isinstance(part, str):
             return [{"content": part}]
+        if isinstance(part, Reasoning):
+            return [dict.fromkeys(REASONING_FIELDS, part.text)]
         number = self._num_calls.get(index, 0)
         self._num_calls[index] = number + 1
         call = self._call(part)

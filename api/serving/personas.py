@@ -28,7 +28,7 @@ from api.schemas.openai import LIMIT_NAMES, ChatBody, GenerationBody, SamplingFi
 from api.schemas.personas import USER, Defaults, user_name
 from api.schemas.request_fields import RequestFields
 from api.schemas.tgi import Parameters
-from api.schemas.tools import Message
+from api.schemas.tools import Message, ReasoningFields
 from api.serving.model_list import digest_text
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
@@ -38,10 +38,12 @@ MAX_CACHED = 256
 _SAMPLING = tuple(SamplingFields.model_fields)
 _UNITED = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
+_AS_THEY_ARE = ("chat_template_kwargs", "speculation", "context_overflow", *ReasoningFields.model_fields)
 _WITHOUT_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids")
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 # Beside its texts, what a chat template makes part of the prompt.
-_IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs")
+_IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+_OF_EFFORT = ("enable_thinking", "reasoning_effort")
 FORM_FIELDS = (*TOOL_FIELDS, "response_format")
 """Fields that decide the form of the answer."""
 PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
@@ -288,11 +290,14 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
     update = _sampling(body, defaults) | form
     applied = AppliedPersona(stored.ref)
     if is_chat:
-        for name in ("chat_template_kwargs", "speculation", "context_overflow"):
+        if body.reasoning_effort is not None:
+            defaults = _without_effort(defaults)
+        for name in _AS_THEY_ARE:
             if getattr(body, name) is None and getattr(defaults, name) is not None:
                 update[name] = getattr(defaults, name)
         shown = body.model_copy(update=update)
         variables = [shown.tools if shown.uses_tools else None, shown.chat_template_kwargs]
+        variables += [] if shown.reasoning_effort is None else [shown.reasoning_effort]
         has_own = any(name in update for name in _IN_TEMPLATE)
         applied = _with_persona(stored, body.messages, body.user, variables, has_own, may_read)
         says_none = all(getattr(body, name) is None for name in _IN_TEMPLATE)
@@ -412,6 +417,13 @@ def _without_contradictions(
     form = {name: value for name, value in form.items() if name not in ("response_format", "tool_choice")}
     # Tools may be offered freely, unless one is strict.
     return defaults, {} if fields.model_copy(update=form).is_constrained else form
+
+
+def _without_effort(defaults: Defaults) -> Defaults:
+    """Leave out template variables of which the request's `reasoning_effort` may say the contrary."""
+    given = defaults.chat_template_kwargs or {}
+    kept = {name: value for name, value in given.items() if name not in _OF_EFFORT}
+    return defaults.model_copy(update={"chat_template_kwargs": kept or None})
 
 
 def _form(body: ChatBody, defaults: Defaults) -> Json:

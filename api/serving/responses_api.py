@@ -1,6 +1,6 @@
 """Serve OpenAI's newer form of a chat: its fields become a chat's, and the chat's answer becomes items and events.
 
-A response consists of items: messages, and calls of functions. Nothing is stored.
+A response consists of items: reasoning, messages, and calls of functions. Nothing is stored.
 """
 
 import time
@@ -22,13 +22,17 @@ from api.schemas.responses import REPEATED, ResponsesBody
 from api.serving.choice_stream import ChoiceStream
 from api.serving.generation import Generation, generate, plan_conversation
 from api.serving.logprobs import PlacedToken, ShownTokens
-from api.serving.openai_responses import ChatFormat, ResponseBuilder, ToolCallFormat
+from api.serving.openai_responses import ChatFormat, ParsedChatFormat, ResponseBuilder
 from api.serving.services import Services
 from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import FinishReason, RequestOutput
-from lorasrv.text.tool_parsers.base import ToolCall
+from lorasrv.text.tool_parsers.base import Reasoning, ToolCall
 
 ID_PREFIX = "resp_"
+TEXT, REASONING = "output_text", "reasoning_text"
+"""Kinds of texts in items."""
+_TOLD = ("text", "logprobs")
+"""What the event at the end of a text says of it."""
 
 
 async def generate_response(
@@ -39,7 +43,7 @@ async def generate_response(
 
     def write(form: ChatFormat, builder: ResponseBuilder) -> ResponsesWriter:
         # Tools may be a persona's; tokens of calls stand between those of the texts.
-        if form.is_parsed and chat.logprobs:
+        if isinstance(form, ParsedChatFormat) and form.has_tools and chat.logprobs:
             name = "include" if body.top_logprobs is None else "top_logprobs"
             why = "{param}: there are no log-probabilities beside tools; leave it out, or set tool_choice: none"
             raise InvalidRequest(why, param=name)
@@ -123,7 +127,7 @@ class ResponsesWriter:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": usage["total_tokens"],
             "lorasrv": usage["lorasrv"],
         }
@@ -162,8 +166,9 @@ class AnswerItems:
         self._shown = ShownTokens(0)
         self._unplaced: list[PlacedToken] = []
         self._num_chars = 0
-        # Texts and log-probabilities of the message that is written; None: there is none.
-        self._texts: list[str] | None = None
+        # Kind and texts of the item that is written, and log-probabilities; "": there is none.
+        self._kind = ""
+        self._texts: list[str] = []
         self._logprobs: list[Json] = []
 
     def take(self, output: RequestOutput) -> Iterator[Json]:
@@ -175,41 +180,55 @@ class AnswerItems:
                 # Tokens join to the text. The one that ends the answer has none, whether it comes alone or not.
                 self._unplaced = [token for token in self._unplaced if token.offset < self._num_chars]
         for part in self._form.parts(0, output):
-            yield from self._write(part) if isinstance(part, str) else self._call(part)
+            if isinstance(part, ToolCall):
+                yield from self._call(part)
+            elif isinstance(part, Reasoning):
+                yield from self._write(REASONING, part.text)
+            else:
+                yield from self._write(TEXT, part)
         if output.finished:
             if not self.items:
-                yield from self._begin_message()
+                yield from self._begin_text(TEXT)
             yield from self.end("completed" if output.finish_reason is FinishReason.STOP else "incomplete")
 
     def end(self, status: str) -> Iterator[Json]:
-        """Yield the events that end the message that is written, if one is."""
-        if self._texts is None:
+        """Yield the events that end the message or the reasoning that is written, if one is."""
+        if not self._kind:
             return
-        part = _part("".join(self._texts), self._logprobs)
-        yield self._of_part("response.output_text.done", text=part["text"], logprobs=self._logprobs)
+        kind, part = self._kind, _part(self._kind, "".join(self._texts), self._logprobs)
+        yield self._of_part(f"response.{kind}.done", **{name: part[name] for name in _TOLD if name in part})
         yield self._of_part("response.content_part.done", part=part)
-        self._texts = None
+        self._kind = ""
         yield from self._finish(content=[part], status=status)
 
-    def _write(self, text: str) -> Iterator[Json]:
-        if self._texts is None:
-            yield from self._begin_message()
-        assert self._texts is not None
-        formatter = self._chat.logprobs_formatter
-        logprobs = [] if formatter is None else formatter.chat(self._unplaced)["content"]
-        self._unplaced = []
+    def _write(self, kind: str, text: str) -> Iterator[Json]:
+        if self._kind != kind:
+            yield from self.end("completed")
+            yield from self._begin_text(kind)
         self._texts.append(text)
-        self._logprobs += logprobs
-        yield self._of_part("response.output_text.delta", delta=text, logprobs=logprobs)
+        logprobs = {} if kind == REASONING else self._take_logprobs()
+        yield self._of_part(f"response.{kind}.delta", delta=text, **logprobs)
 
-    def _begin_message(self) -> Iterator[Json]:
-        self._texts, self._logprobs = [], []
-        item: Json = {"type": "message", "id": self._id("msg"), "role": "assistant"}
+    def _take_logprobs(self) -> Json:
+        """Return the log-probabilities of the tokens of a message that no event has told."""
+        formatter, begin = self._chat.logprobs_formatter, self._form.content_at(0) or 0
+        tokens = [token for token in self._unplaced if token.offset >= begin]
+        logprobs = [] if formatter is None else formatter.chat(tokens)["content"]
+        self._unplaced = []
+        self._logprobs += logprobs
+        return {"logprobs": logprobs}
+
+    def _begin_text(self, kind: str) -> Iterator[Json]:
+        self._kind, self._texts, self._logprobs = kind, [], []
+        if kind == REASONING:
+            item: Json = {"type": "reasoning", "id": self._id("rs"), "summary": []}
+        else:
+            item = {"type": "message", "id": self._id("msg"), "role": "assistant"}
         yield from self._begin({**item, "status": "in_progress", "content": []})
-        yield self._of_part("response.content_part.added", part=_part(""))
+        yield self._of_part("response.content_part.added", part=_part(kind, ""))
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
-        assert isinstance(self._form, ToolCallFormat)
+        assert isinstance(self._form, ParsedChatFormat)
         yield from self.end("completed")
         item_id = self._id("fc")
         # Two replicas may write one answer.
@@ -237,8 +256,9 @@ class AnswerItems:
         return f"{prefix}_{self._name}_{len(self.items)}"
 
 
-def _part(text: str, logprobs: Sequence[Json] = ()) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _part(kind: str, text: str, logprobs: Sequence[Json] = ()) -> Json:
+    part: Json = {"type": kind, "text": text}
+    return part if kind == REASONING else {**part, "annotations": [], "logprobs": list(logprobs)}
 
 
 class ResponseEvents:

@@ -1,5 +1,5 @@
-"""Chat templates with tools, written for these tests in the ways that published models have: the markers, variables and
-message fields are theirs, the protocol_format is not."""
+"""Chat templates with tools, or reasoning, written for these tests in the ways that published models have: the markers,
+variables and message fields are theirs, the protocol_format is not."""
 
 HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
@@ -41,6 +41,45 @@ MISTRAL = """{{- bos_token }}{% for message in messages %}
 {{- eos_token }}
 {%- elif message.role == 'tool' %}{{ '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
 {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"""
+
+QWEN3 = """{%- for message in messages %}{% set content = message.content %}{% set reasoning = '' %}
+{%- if message.role == 'assistant' %}
+{%- if message.reasoning_content is string %}{% set reasoning = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{%- if loop.last %}{% set content = '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content %}{% endif %}
+{%- endif %}{{ '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+
+QWEN3_THINKING = QWEN3.partition("{% if add_generation_prompt %}")[0] + (
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+
+SMOLLM3 = """{%- if enable_thinking is not defined -%}{% set enable_thinking = true %}{% endif -%}
+{%- set mode = '/think' if enable_thinking else '/no_think' -%}
+{{- '<|im_start|>system\\nReasoning Mode: ' + mode + '<|im_end|>\\n' -}}
+{%- for message in messages -%}{% set content = message.content %}
+{%- if message.role == 'assistant' and mode == '/no_think' %}
+{%- set content = '<think>\\n\\n</think>\\n' + content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{% endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' + ('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}"""
+
+R1 = """{{- bos_token }}{% for message in messages %}{% set content = message.content %}
+{%- if message.role == 'assistant' %}
+{%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+{{- '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}
+{%- else %}{{ '<｜User｜>' + content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
+
+MAGISTRAL = """{{- bos_token }}{% for message in messages %}
+{%- if message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}
+{%- elif message.reasoning_content %}
+{{- '[THINK]' + message.reasoning_content + '[/THINK]' + message.content + eos_token }}
+{%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
 
 XML = HERMES.replace('{"name": <name>, "arguments": <object>}', "<function=name>")
 PLAIN = "{% for message in messages %}{{ message.role + ':' + message.content + '\\n' }}{% endfor %}"

@@ -18,6 +18,7 @@ from api.cli.common.terminal import CliError, ExitCode, note, print_json, printa
 if TYPE_CHECKING:
     from api.client import StreamedAnswer
 
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _SAMPLING, _SHAPE, _SERVICE = "Sampling", "Form of the answer", "Service"
 
 
@@ -280,10 +281,16 @@ def _read_text(path: Path, flag: str) -> str:
 
 # Output.
 def show(answer: "StreamedAnswer", quietly: bool) -> None:
-    """Print the text as it arrives, unless it is printed later."""
-    for piece in answer:
-        if not quietly:
-            print(printable(piece, sys.stdout), end="", flush=True)
+    """Print the text as it arrives, unless it is printed later; on a terminal, dimmed reasoning before it."""
+    is_reasoning = False
+    for piece in answer.pieces():
+        if quietly or (piece.is_reasoning and not sys.stdout.isatty()):
+            continue
+        text = printable(piece.text, sys.stdout)
+        if is_reasoning and not piece.is_reasoning:
+            print("\n")
+        is_reasoning = piece.is_reasoning
+        print(f"{_DIM}{text}{_PLAIN}" if is_reasoning else text, end="", flush=True)
     if not quietly:
         print(flush=True)
 
@@ -296,9 +303,12 @@ def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
     first = choices[0] if choices else None
     reason = first.finish_reason if first else None
     shown: dict[str, Any] = {"text": first.text if first else "", "finish_reason": reason, **source}
+    if first and first.reasoning:
+        shown["reasoning"] = first.reasoning
     if len(choices) > 1 or any(choice.logprobs for choice in choices):
         shown["choices"] = [
             {"text": choice.text, "finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
+            | ({"reasoning": choice.reasoning} if choice.reasoning else {})
             for choice in choices
         ]
     return {**shown, "usage": answer.usage}

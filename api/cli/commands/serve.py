@@ -76,6 +76,9 @@ class NotNeeded:
     tool_call_parser: Annotated[
         str | None, typer.Option(hidden=True, help="the form of tool calls is the chat template's")
     ] = None
+    reasoning_parser: Annotated[
+        str | None, typer.Option(hidden=True, help="the markers of reasoning are the chat template's")
+    ] = None
     uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True, help="--log-level is that of all logs")] = None
 
     def notes(self) -> list[str]:

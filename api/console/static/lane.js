@@ -103,15 +103,21 @@ export class Lane {
       signal.throwIfAborted();
       if (chunk.error) throw new Problem(answer.status, chunk.error);
       const choice = chunk.choices?.[0];
-      const text = choice?.delta?.content;
-      if (text) this.#add(text, clock);
+      const { content, reasoning } = choice?.delta ?? {};
+      if (reasoning) this.#add(reasoning, clock, this.#reasoning());
+      if (content) this.#add(content, clock, this.#output);
       if (choice?.finish_reason) end = choice.finish_reason;
       if (chunk.usage) this.#figures(chunk.usage, clock);
     }
     return end;
   }
 
-  #add(text, clock) {
+  /** The paragraph in front of the answer for what the model writes to reason. */
+  #reasoning() {
+    return this.#output.querySelector(".reasoning") ?? this.#output.appendChild(el("p", { class: "reasoning" }));
+  }
+
+  #add(text, clock, into) {
     clock.last = performance.now();
     if (clock.first === null) {
       clock.first = clock.last;
@@ -119,7 +125,7 @@ export class Lane {
     }
     const output = this.#output;
     const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 24;
-    output.append(text);
+    into.append(text);
     if (atEnd) output.scrollTop = output.scrollHeight;
   }
 

@@ -1,4 +1,4 @@
-"""Define tools, tool calls, and the helpers shared by their readers, independent of HTTP and templates."""
+"""Define tools, the parts of an answer, and the helpers shared by their readers, independent of HTTP and templates."""
 
 import json
 import re
@@ -31,8 +31,15 @@ class ToolCall:
     arguments: str
 
 
-Part = str | ToolCall
-"""Part of an answer: text or a call."""
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Hold a piece of what the model writes before its answer, to reason."""
+
+    text: str
+
+
+Part = str | ToolCall | Reasoning
+"""Part of an answer: text, a call or reasoning."""
 
 
 class ToolReader(Protocol):
@@ -43,6 +50,16 @@ class ToolReader(Protocol):
 
     def flush(self) -> list[Part]:
         """Return the remaining parts after the end of the answer."""
+
+
+class TextReader:
+    """Return all of an answer as text: there are no tools."""
+
+    def push(self, text: str) -> list[Part]:
+        return [text] if text else []
+
+    def flush(self) -> list[Part]:
+        return []
 
 
 def read_call(value: Any, names: frozenset[str], keys: Sequence[str]) -> ToolCall | None:

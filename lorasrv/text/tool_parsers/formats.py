@@ -56,7 +56,7 @@ class ToolFormat:
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the special tokens that the reader must see, which are not written as text by default: the marker and
         what ends a call."""
-        return _special((self.marker, self.around[1].strip(), *(self.between_parts or ())), tokenizer)
+        return special((self.marker, self.around[1].strip(), *(self.between_parts or ())), tokenizer)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of one or more calls of these tools and nothing else, with arguments that match their
@@ -87,7 +87,7 @@ class ToolFormat:
         Raises:
             InvalidRequest: a schema is malformed or too large.
         """
-        shown = "".join(f" | TEXT <[{token}]>" for token in _special((self.marker,), tokenizer))
+        shown = "".join(f" | TEXT <[{token}]>" for token in special((self.marker,), tokenizer))
         shown_first = shown.replace("TEXT", "BLANK")
         rules = [
             f"start: {self.unforced}",
@@ -177,8 +177,8 @@ def detect_format(template: str) -> ToolFormat | None:
     return None
 
 
-def _special(texts: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return those of the texts that are special tokens."""
+def special(texts: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return those of the texts that are special tokens, which have no text by default."""
     tokens = (tokenizer.token_id(text) for text in texts if text)
     return frozenset(token for token in tokens if token is not None and token in tokenizer.special_ids)
 
@@ -190,7 +190,7 @@ def _unforced(tools: Sequence[Tool]) -> list[Tool]:
 
 def _term(text: str, tokenizer: Tokenizer) -> str:
     """Return the text as a term of Lark: the token, if it is a special one, which no text spells."""
-    shown = _special((text,), tokenizer)
+    shown = special((text,), tokenizer)
     return f"<[{next(iter(shown))}]>" if shown else _quoted(text)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import httpx2
 import pytest
+import tool_templates as templates
 from fake_replicas import Dies, FakeReplica, Seen, edge_of, fake_replica
 from server import server
 
+from lorasrv.text import reasoning
 from lorasrv.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.slow
@@ -40,6 +42,7 @@ CALLS = {
     "max_output_tokens": 200,
     "stream": True,
 }
+BREAK = "\n"
 HERMES = "<tool_call>{{ messages | tojson }}{{ tools | tojson }}"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy base": (COMPLETE, {"model": "tiny", "prompt": "The sea", **GREEDY}),
@@ -156,6 +159,8 @@ def said(content: bytes) -> list[Any]:
     errors = [one for one in read if "error" in one]
     deltas = [one.get("delta", one) for one in choices]
     text = "".join(delta.get("content", delta.get("text")) or "" for delta in deltas)
+    if thought := "".join(delta.get("reasoning") or "" for delta in deltas):
+        text = f"({thought}){text}"
     roles = [delta["role"] for delta in deltas if "role" in delta]
     ends = [(one["finish_reason"], one.get("stop_reason")) for one in choices if one["finish_reason"]]
     usage = [one["usage"] for one in read if one.get("usage")][-1:]
@@ -253,6 +258,20 @@ def test_it_breaks_twice(cluster: Any, name: str, cuts: tuple[int, int]) -> None
     assert said(broken(cluster, path, body, *cuts)) == expected
     assert cluster.edge.stats.resumed == 2
     assert cluster.edge.stats.lost == 0
+
+
+@pytest.mark.parametrize("name", ["seeded adapter", "usage", "response"])
+def test_reasoning_ends_where_it_would_have_ended(cluster: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its end, some characters of the answer, is held back where the stream breaks."""
+    monkeypatch.setattr(cluster.real.engine, "chat_template", ChatTemplate(templates.QWEN3_THINKING))
+    path, body = sent(name)
+    plain = said(ask(cluster, path, body | {"separate_reasoning": False}).content)
+    text = plain[0] if path == CHAT else plain[-1]["response"]["output"][0]["content"][0]["text"]
+    monkeypatch.setattr(reasoning, "_KNOWN", (reasoning.Markers("<think>", text[6:10]),))
+    answer = said(ask(cluster, path, body).content)
+    if path == CHAT:
+        assert answer[0] == f"({text[:6].strip(BREAK)}){text[10:].lstrip(BREAK)}"
+    check_all_cuts(cluster, path, body)
 
 
 @pytest.mark.parametrize("first", [2000, 3000])

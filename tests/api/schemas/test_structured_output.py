@@ -16,6 +16,7 @@ from spelled_engine import tiny_tokenizer
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.structured_output import grammar as source
 from lorasrv.text.structured_output.grammar import Grammar
+from lorasrv.text.tokenizer import Decoding
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -26,9 +27,13 @@ class Bytes:
 
     special_ids = frozenset({255})
     added_tokens: dict[str, bool] = {}  # noqa: RUF012 - never written
+    decoding = Decoding("byte_level")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte % 255 for byte in text.encode()]
+
+    def token(self, token_id: int) -> str | None:
+        return chr(token_id) if 32 < token_id < 127 else None
 
     def token_id(self, token: str) -> int | None:
         return 255 if token == "[TOOL_CALLS]" else None

@@ -20,7 +20,8 @@ from api.schemas.tgi import GenerateBody, Parameters
 from api.schemas.unsupported import WITHOUT_EFFECT
 from lorasrv.text.chat_template import ChatTemplate
 
-TEMPLATE = """<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}"""
+TEMPLATE = """<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}
+{%- if '</think>' in messages %}{% endif %}"""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
@@ -28,7 +29,7 @@ USER = {"role": "user", "content": "x"}
 CHAT, PLAIN, TGI, RESPONSES = "/v1/chat/completions", "/v1/completions", "/", "/v1/responses"
 # What differs between two answers to the same body.
 CHANCE = re.compile(
-    r'(cmpl|gen|file|batch|resp|msg|fc|call)[-_][0-9a-f]+|"(created|[a-z_]+_at|[a-z_]+_ms|seed)":\s*[0-9.e-]+'
+    r'(cmpl|gen|file|batch|resp|rs|msg|fc|call)[-_][0-9a-f]+|"(created|[a-z_]+_at|[a-z_]+_ms|seed)":\s*[0-9.e-]+'
 )
 
 
@@ -155,6 +156,7 @@ BASE = {"model": "tiny-base"}
 OFFERED = {"type": "function", "name": "clock", "parameters": SCHEMA}
 INPUT_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 INPUT_USER = {"type": "message", "role": "user", "content": "x"}
+REASONED = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
 FORMED = {"format": {"type": "json_object"}}
 ASSISTANT = {"role": "assistant", "tool_calls": [CALL]}
 PLACES: dict[str, Place] = {
@@ -189,6 +191,9 @@ PLACES: dict[str, Place] = {
             "parallel_tool_calls": beside(False, tools=[CLOCK], tool_choice="required"),
             "chat_template_kwargs": {"enable_thinking": True},
             "context_overflow": "drop_oldest",
+            "reasoning_effort": "none",
+            "include_reasoning": False,
+            "separate_reasoning": False,
         },
     ),
     "StreamOptions": Place(
@@ -292,6 +297,9 @@ PLACES: dict[str, Place] = {
             "max_output_tokens": 5,
             "stream_options": beside({}, stream=True),
             "text": FORMED,
+            "reasoning": {"effort": "none"},
+            "include_reasoning": False,
+            "separate_reasoning": False,
             "tools": [OFFERED],
             "tool_choice": beside("none", tools=[OFFERED]),
             "parallel_tool_calls": beside(False, tools=[OFFERED], tool_choice="required"),
@@ -308,6 +316,7 @@ PLACES: dict[str, Place] = {
     "ResponseStreamOptions": Place(
         RESPONSES, {}, {}, lambda one: {**BASE, "input": "hi", "stream": True, "stream_options": one}
     ),
+    "ReasoningConfig": Place(RESPONSES, {}, {"effort": "none"}, lambda one: {**BASE, "input": "hi", "reasoning": one}),
     "TextConfig": Place(RESPONSES, {}, FORMED, lambda one: {**BASE, "input": "hi", "text": one}),
     "TextFormat": Place(
         RESPONSES,
@@ -334,6 +343,18 @@ PLACES: dict[str, Place] = {
         INPUT_CALL,
         {"type": "custom_tool_call", "call_id": "c2", "name": "watch", "arguments": '{"a": 1}'},
         lambda one: {**BASE, "input": [one]},
+    ),
+    "InputReasoning": Place(
+        RESPONSES,
+        REASONED,
+        {"type": "thought", "content": [{"type": "reasoning_text", "text": "y"}]},
+        lambda one: {**BASE, "input": [INPUT_USER, one]},
+    ),
+    "ReasoningPart": Place(
+        RESPONSES,
+        {"type": "reasoning_text", "text": "x"},
+        {"type": "summary_text", "text": "y"},
+        lambda one: {**BASE, "input": [INPUT_USER, {**REASONED, "content": [one]}]},
     ),
     "InputCallOutput": Place(
         RESPONSES,
@@ -447,7 +468,7 @@ def ask(make_server, engine: FakeEngine, make_adapter) -> Callable[[Place, dict[
     """Sends an object in its body: what comes of it, in the engine and in the answer."""
     engine.tokenizer = tiny_tokenizer()
     engine.chat_template = ChatTemplate(TEMPLATE)
-    engine.script = spelled(engine.tokenizer, "Mia")
+    engine.script = spelled(engine.tokenizer, "<think>O</think>Mia")
     folder = make_adapter()
     server = make_server(lora_import_root=folder.parent)
     server.upload(folder, "mia").raise_for_status()

@@ -19,7 +19,7 @@ from api.serving.choice_stream import ChoiceStream
 from api.serving.generation import Writer
 from api.serving.logprobs import LogprobsFormatter
 from api.serving.model_resolver import ResolvedModel
-from api.serving.openai_responses import ChatFormat, ChunkEvents, CompletionFormat, ResponseBuilder, ToolCallFormat
+from api.serving.openai_responses import ChatFormat, ChunkEvents, CompletionFormat, ParsedChatFormat, ResponseBuilder
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.engine.request_stream import RequestStream
@@ -81,7 +81,7 @@ WRITERS = {
     "completion": chunks(CompletionFormat),
     "completion, usage": chunks(CompletionFormat, include_usage=True),
     "chat, logprobs": chunks(ChatFormat, logprobs=True),
-    "tools": chunks(lambda: ToolCallFormat(HERMES, frozenset({"f"}), parallel=True)),
+    "tools": chunks(lambda: ParsedChatFormat(HERMES, frozenset({"f"}), parallel=True)),
     "tgi": tgi,
 }
 

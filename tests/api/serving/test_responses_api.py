@@ -16,6 +16,7 @@ import tool_templates as templates
 from answers import coded, error_of, named, refused
 from fake_engine import FakeEngine, say
 from pydantic import BaseModel
+from response_items import read, rebuilt
 from spelled_engine import spelled, tiny_tokenizer
 
 from adapter_store.quota import ANONYMOUS
@@ -47,46 +48,6 @@ def respond(server) -> Callable[..., Any]:
         return server.http.post("/v1/responses", json={"model": "tiny-base", "input": given, **fields})
 
     return ask
-
-
-def read(answer: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each named as its type says, numbered from 0."""
-    assert answer.status_code == 200, answer.text
-    *parts, rest = answer.text.split("\n\n")
-    assert rest == ""
-    lines = [part.split("\n") for part in parts]
-    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
-    assert [name for name, _ in lines] == [f"event: {event['type']}" for event in found]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
-
-
-def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that a client builds of the events, which must tell of each in the right order."""
-    items: list[dict[str, Any]] = []
-    for event in json.loads(json.dumps(events)):
-        match event["type"].removeprefix("response."):
-            case "output_item.added":
-                assert event["output_index"] == len(items)
-                items.append(event["item"])
-            case "content_part.added":
-                items[-1]["content"].append(event["part"])
-            case "output_text.delta":
-                items[-1]["content"][event["content_index"]]["text"] += event["delta"]
-                items[-1]["content"][event["content_index"]]["logprobs"] += event["logprobs"]
-            case "output_text.done":
-                assert items[-1]["content"][0]["text"] == event["text"]
-            case "content_part.done":
-                assert items[-1]["content"][0] == event["part"]
-            case "function_call_arguments.delta":
-                items[-1]["arguments"] += event["delta"]
-            case "function_call_arguments.done":
-                assert items[-1]["arguments"] == event["arguments"]
-            case "output_item.done":
-                assert event["item"]["status"] in ("completed", "incomplete")
-                items[-1]["status"] = event["item"]["status"]
-                assert items[-1] == event["item"]
-    return items
 
 
 def without_chance(items: Any) -> Any:
@@ -359,7 +320,8 @@ class TestFailures:
         ("fields", "param"),
         [
             ({"input": []}, "input"),
-            ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]"),
+            ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+            ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
             ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
             ({"input": [7]}, "input[0]"),
             ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),

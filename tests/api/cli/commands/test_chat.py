@@ -3,13 +3,23 @@
 import json
 
 import pytest
+import tool_templates as templates
 from fake_apps import always
 from fake_engine import HANG, say
+from spelled_engine import spelled, tiny_tokenizer
 from terminal import terminal
+
+from lorasrv.text.chat_template import ChatTemplate
 
 
 def prompts(engine) -> list[str]:
     return [bytes(added.prompt).decode() for added in engine.added]
+
+
+@pytest.fixture
+def reasons(engine) -> None:
+    engine.tokenizer, engine.chat_template = tiny_tokenizer(), ChatTemplate(templates.QWEN3)
+    engine.script = spelled(engine.tokenizer, "<think>\nSo.\n</think>\n\nHello")
 
 
 @pytest.fixture
@@ -116,6 +126,14 @@ class TestAtATerminal:
             seen.until("a\ufffd]0;owned\ufffdb\ufffd[2Jc")
             assert b"\x1b]0;owned" not in seen.raw
 
+    def test_reasoning_is_dimmed(self, server, reasons) -> None:
+        with terminal("chat", "--server", server.url) as seen:
+            seen.until("tiny-base>")
+            seen.enter("hi")
+            seen.until("> hi\nSo.\n\nHello")
+            assert b"\x1b[2m" in seen.raw.partition(b"\x1b[0m\r\n\r\nH")[0]
+            assert b"\x1b[2mH" not in seen.raw
+
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
         [
@@ -138,6 +156,17 @@ class TestPiped:
     def test_json(self, cli, server) -> None:
         done = cli("chat", "--json", "--server", server.url, stdin="one\ntwo\n")
         assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["Hello wörld"] * 2
+
+    def test_answers_without_their_reasoning(self, cli, server, engine, reasons) -> None:
+        done = cli("chat", "--server", server.url, stdin="one\ntwo\n")
+        assert (done.code, done.out, done.err) == (0, "Hello\nHello\n", "")
+        said = "".join(engine.tokenizer.token(token) for token in engine.added[1].prompt)
+        assert "So." not in said, "templates drop it of earlier turns"
+        for fields in ((), ("--field", "n=2")):
+            done = cli("chat", "--json", *fields, "--server", server.url, stdin="one\n")
+            [line] = map(json.loads, done.out.splitlines())
+            assert (line["reasoning"], line["text"]) == ("So.", "Hello")
+            assert [choice.get("reasoning") for choice in line.get("choices", [])] == ["So.", None][: len(fields)]
 
     def test_the_first_error_ends_it(self, cli, server, engine) -> None:
         engine.breaks(2)
