@@ -325,16 +325,16 @@ class ChunkEvents:
         self._with_prompt: set[int] = set()
         # What chunks have in common, up to their choice: encoded once, not for every token.
         self._head = compact_line(builder.envelope(self._format.chunk_object, [])).removesuffix("]}")
-        # What is in front of a text and behind it, by choice, where only the text differs from chunk to chunk.
-        self._around: dict[int, tuple[str, str]] = {}
-        tells_more = builder.usage_in_chunks or builder.logprobs_formatter or builder.prompt_ids is not None
-        self._is_plain = not (self._format.is_parsed or tells_more)
+        # What is around a text, by choice and the names that the text has, where only it differs from chunk to chunk.
+        self._around: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        # The same, by choice, where all chunks are such.
+        self._around_all: dict[int, list[str]] = {}
+        self._tells_more = bool(builder.usage_in_chunks or builder.logprobs_formatter or builder.prompt_ids is not None)
 
     def write(self, index: int, output: RequestOutput) -> bytes:
         """Return the events of an output; b"" if it shows nothing."""
-        if index in self._around and output.text and not output.finished:
-            before, behind = self._around[index]
-            return event_of(f"{before}{compact_line(output.text)}{behind}") + self._choices.mark()
+        if index in self._around_all and output.text and not output.finished:
+            return event_of(compact_line(output.text).join(self._around_all[index])) + self._choices.mark()
         events: list[bytes] = []
         if index not in self._opened:
             events += self._open(index, output)
@@ -345,6 +345,11 @@ class ChunkEvents:
             pieces = self._format.deltas(index, output)
             for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
                 ended = output if output.finished and not left else None
+                names = tuple(piece.get("delta", ()))
+                if ended is None and names in TEXTS and not self._tells_more:
+                    text = compact_line(piece["delta"][names[0]])
+                    events.append(event_of(text.join(self._around_text(index, names))))
+                    continue
                 choice = self._builder.choice(index, piece, ended, self._waiting.pop(index, None) or None)
                 if self._builder.prompt_ids is not None:
                     choice |= {"token_ids": self._untold.pop(index, []), **self._prompt_ids(index, in_choice=True)}
@@ -371,10 +376,8 @@ class ChunkEvents:
         builder = self._builder
         echo = builder.echoes[index // self._choices.width] if builder.echoes else None
         self._opened[index] = ShownTokens(len(echo.text) if echo else 0)
-        if self._is_plain:
-            line = self._chunk(builder.choice(index, self._format.delta(_ANY_TEXT)))
-            before, _, behind = line.rpartition(compact_line(_ANY_TEXT))
-            self._around[index] = before, behind
+        if not (self._format.is_parsed or self._tells_more):
+            self._around_all[index] = self._around_any(index, self._format.delta(_ANY_TEXT), 1)
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if builder.top is not None else ()
             choice = builder.choice(index, self._format.delta(echo.text), None, tokens or None)
@@ -382,6 +385,16 @@ class ChunkEvents:
         if (opening := self._format.first_delta()) is None:
             return []
         return [event_of(self._chunk(builder.choice(index, opening), self._prompt_ids(index, in_choice=False)))]
+
+    def _around_text(self, index: int, names: tuple[str, ...]) -> list[str]:
+        """Return what is around each of these fields in a chunk that has the same text in all of them."""
+        if (index, names) not in self._around:
+            content = {"delta": dict.fromkeys(names, _ANY_TEXT)}
+            self._around[index, names] = self._around_any(index, content, len(names))
+        return self._around[index, names]
+
+    def _around_any(self, index: int, content: Json, times: int) -> list[str]:
+        return self._chunk(self._builder.choice(index, content)).rsplit(compact_line(_ANY_TEXT), times)
 
     def _prompt_ids(self, index: int, *, in_choice: bool) -> Json:
         """Return what the first chunk of a choice, or that choice in it, says of its prompt."""
@@ -443,6 +456,8 @@ def _fallback(choices: ChoiceStream) -> str | None:
 TOOL_CALLS = "tool_calls"
 REASONING_FIELDS = ("reasoning", "reasoning_content")
 """vLLM's name of the reasoning, and that of SGLang and of older clients: each reads its own."""
+TEXTS = frozenset({("content",), REASONING_FIELDS})
+"""Fields of deltas that are one text."""
 
 
 class ParsedChatFormat(ChatFormat):

@@ -116,4 +116,7 @@ def refuse_constant(name: str) -> NoReturn:
 
 def possible_beginning(text: str, marker: str) -> int:
     """Return how many characters at the end of the text may be the beginning of the marker."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
+    tail = text[-len(marker) + 1 :]
+    # Most texts have not even its first character there.
+    begins = range(len(tail)) if marker[0] in tail else ()
+    return next((len(tail) - begin for begin in begins if marker.startswith(tail[begin:])), 0)

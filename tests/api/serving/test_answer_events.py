@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import tiny_tokenizer_json
 
+from api.asgi.json_lines import Json
+from api.asgi.sse import event
 from api.errors import ApiError
 from api.schemas.tgi import Parameters
 from api.serving.answer_events import AnswerEvents
@@ -19,7 +21,14 @@ from api.serving.choice_stream import ChoiceStream
 from api.serving.generation import Writer
 from api.serving.logprobs import LogprobsFormatter
 from api.serving.model_resolver import ResolvedModel
-from api.serving.openai_responses import ChatFormat, ChunkEvents, CompletionFormat, ParsedChatFormat, ResponseBuilder
+from api.serving.openai_responses import (
+    REASONING_FIELDS,
+    ChatFormat,
+    ChunkEvents,
+    CompletionFormat,
+    ParsedChatFormat,
+    ResponseBuilder,
+)
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.engine.request_stream import RequestStream
@@ -170,22 +179,35 @@ def test_a_client_that_keeps_up_is_written_to_at_once(tokenizer: Tokenizer, writ
     assert num_read <= 2, "the last output, and what follows it"
 
 
-@pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
+class Thoughts(ChatFormat):
+    """Says nothing but reasoning."""
+
+    is_parsed = True
+
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        return [self.delta(output.text)]
+
+    def delta(self, text: str) -> Json:
+        return {"delta": dict.fromkeys(REASONING_FIELDS, text)}
+
+
+@pytest.mark.parametrize(
+    ("form", "parsed"),
+    [(ChatFormat, False), (CompletionFormat, False), (ChatFormat, True), (CompletionFormat, True), (Thoughts, True)],
+)
 @given(text=st.text(min_size=1))
-def test_chunks_that_differ_in_their_text_only_are_those_of_the_encoder(form: Any, text: str) -> None:
+def test_chunks_that_differ_in_their_text_only_are_those_of_the_encoder(form: Any, parsed: bool, text: str) -> None:
     """What stands around a text is encoded once a stream."""
-    output = RequestOutput(RID, text, (1,), 1, 1, RequestTiming())
-
-    def said(*, parsed: bool) -> list[bytes]:
-        form_ = form()
-        form_.is_parsed = parsed
-        builder = ResponseBuilder("a", ResolvedModel("\0m"), form_, created_s=1)
-        writer = ChunkEvents(builder, ChoiceStream([]))
-        assert writer.write(0, replace(output, text="")) == b"" or form is ChatFormat
-        assert writer.write(0, replace(output, text="")) == b""
-        return [writer.write(0, output), writer.write(0, output), writer.write(1, output)]
-
-    assert said(parsed=False) == said(parsed=True)
+    form_ = form()
+    form_.is_parsed = parsed
+    builder = ResponseBuilder("a", ResolvedModel("\0m"), form_, created_s=1)
+    writer, output = ChunkEvents(builder, ChoiceStream([])), RequestOutput(RID, text, (1,), 1, 1, RequestTiming())
+    assert writer.write(0, replace(output, text="")) == b"" or form is not CompletionFormat
+    assert writer.write(0, replace(output, text="")) == b""
+    for index in (0, 0, 1, 1):
+        encoded = event(builder.envelope(form_.chunk_object, [builder.choice(index, form_.delta(text))]))
+        assert writer.write(index, output).endswith(encoded)
+    assert writer.write(1, output) == encoded
 
 
 def test_a_stream_is_freed_when_it_has_ended(tokenizer: Tokenizer) -> None:
