@@ -64,7 +64,8 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "chat_template": _NULL,
     "documents": (None, []),
     "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True),
+    # a plain text has no reasoning beside it
+    "include_reasoning": (None, True, False),
     "separate_reasoning": _OFF,
     "stream_reasoning": (None, True),
     "thinking_token_budget": _NULL,
