@@ -12,15 +12,13 @@ from typing import Any
 
 from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
 from lorasrv.models.rope_config import Ropes, rope_from_config, rope_from_gguf
-from lorasrv.models.spec import LLAMA_LAYERS, ModelSpec, ModuleNames
+from lorasrv.models.spec import LLAMA_LAYERS, TEXT_PARTS, ModelSpec, ModuleNames
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
 _ONLY = {"is_causal": True}
 """Values that settings of config.json may have in every family."""
 TEXT_PART = "text_config"
 """Key of config.json with the configuration of a multimodal model's language part."""
-_TEXT_PREFIX = "language_model."
-"""What the tensor names of that part begin with."""
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 """Settings of a multimodal model that are its language part's; those of the part count where these are missing."""
 _GGUF_ONLY = {
@@ -245,11 +243,11 @@ class Family:
             CorruptModel: a field is missing or of the wrong type.
             UnsupportedModel: an unknown RoPE kind, activation, storage or setting; the message names it.
         """
-        config, text_prefix = self._text_part(config)
+        config, is_part = self._text_part(config)
         for table in self.config.get("nested", ()):
             inner = _table(config, table)
             config = {**config, **{f"{table}.{key}": value for key, value in inner.items()}}
-        only = self.config.get("only", {}) | (self.config.get("text_only", {}) if text_prefix else {})
+        only = self.config.get("only", {}) | (self.config.get("text_only", {}) if is_part else {})
         _check_only(config, _ONLY | only, "config.json")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
         windowed: tuple[bool, ...] = ()
@@ -263,23 +261,23 @@ class Family:
             kv_source_layers=kv_source_layers(config, self.config.get("kv_source_layers", ""), fields, "config.json"),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
-            names=self._names(text_prefix),
+            names=self._names(TEXT_PARTS[0] if is_part else None),
         )
 
-    def _text_part(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """Return the configuration of a multimodal checkpoint's language part, and what its tensor names begin with;
-        of other checkpoints `config` itself and "".
+    def _text_part(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+        """Return the configuration of a multimodal checkpoint's language part and True; of other checkpoints `config`
+        itself and False.
         """
         if not self.text_parts or TEXT_PART not in config:
-            return config, ""
+            return config, False
         _check_only(config, _ONLY, "config.json")
         of_whole = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-        return _table(config, TEXT_PART) | of_whole, _TEXT_PREFIX
+        return _table(config, TEXT_PART) | of_whole, True
 
-    def _names(self, text_prefix: str = "") -> ModuleNames:
+    def _names(self, text_part: tuple[str, str] | None = None) -> ModuleNames:
         names = self.config.get("names", {})
         parts = {"norms": tuple(names["norms"]), "sites": tuple(map(tuple, names["sites"]))} if names else {}
-        return ModuleNames(**(names | parts), text_prefix=text_prefix)
+        return ModuleNames(**(names | parts), text_part=text_part)
 
     def spec_from_gguf(self, meta: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelSpec:
         """Read GGUF metadata.

@@ -71,21 +71,41 @@ class ModuleNames:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     # Of the four sites, inside a layer; empty for Llama's.
     sites: tuple[tuple[str, ...], ...] = ()
-    # What the file puts before the names of the language part of a multimodal model.
-    text_prefix: str = ""
+    # One of `TEXT_PARTS` for the language part of a multimodal model.
+    text_part: tuple[str, str] | None = None
 
     def in_file(self, name: str) -> str:
         """Return the checkpoint's own name of a canonical tensor name."""
-        if self.text_prefix:
-            return self.text_prefix + name
+        if self.text_part is not None:
+            model, head = self.text_part
+            return model + name.removeprefix(_MODEL) if name.startswith(_MODEL) else head + name
         if name.startswith(LLAMA_LAYERS):
             return self.layers + name.removeprefix(LLAMA_LAYERS)
         module, dot, kind = name.rpartition(".")
         return {"model.embed_tokens": self.embedding, "model.norm": self.final_norm}.get(module, module) + dot + kind
 
+    def are_for(self, own: str) -> bool:
+        """Return whether a tensor of the checkpoint is of the part that is served."""
+        if self.text_part is None:
+            return True
+        model, head = self.text_part
+        return own.startswith((model, f"{head}lm_head."))
 
+    def spellings(self, module: str) -> tuple[str, ...]:
+        """Return what versions of transformers call a module of the checkpoint."""
+        if self.text_part is None:
+            return (module,)
+        place = 0 if module.startswith(self.text_part[0]) else 1
+        return tuple(part[place] + module.removeprefix(self.text_part[place]) for part in TEXT_PARTS)
+
+
+_MODEL = "model."
 LLAMA_LAYERS = "model.layers."
 """Prefix of layers in canonical names."""
+TEXT_PARTS = (("language_model.model.", "language_model."), ("model.language_model.", ""))
+"""What multimodal checkpoints call `model.` of their language part, and what stands before `lm_head`: as most are
+published, and as transformers calls its modules since version 4.52.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|
 """Linears of the language part."""
 
 
-def write_multimodal(folder: Path, kind: str) -> Path:
-    """Write a checkpoint with a vision tower, and the tokenizer."""
+def write_multimodal(folder: Path, kind: str, *, as_modules: bool = False) -> Path:
+    """Write a checkpoint with a vision tower, and the tokenizer; tensors have the names of published ones, or those of
+    the modules of transformers.
+    """
     import transformers
 
     config, model, text, whole = WHOLE[kind]
@@ -50,7 +52,7 @@ def write_multimodal(folder: Path, kind: str) -> Path:
         for name, parameter in made.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if kind == "gemma3" else 0.0)
-    made.save_pretrained(folder)
+    made.save_pretrained(folder, save_original_format=not as_modules)
     (folder / "tokenizer.json").write_text(tiny_tokenizer_json(), "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     return folder

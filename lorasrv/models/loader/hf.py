@@ -18,7 +18,7 @@ from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.models.families import TEXT_PART, detect, tensor_shapes, token_ids
 from lorasrv.models.loader.checkpoint import StoredPacking, check_num_layers, check_shapes
 from lorasrv.models.loader.packed.config import QuantizationSettings, find_quantization
-from lorasrv.models.spec import ModelSpec
+from lorasrv.models.spec import TEXT_PARTS, ModelSpec, ModuleNames
 from lorasrv.text.tokenizer import TokenizerJson, TokenizerSource
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class HfCheckpoint:
         self._readers: dict[str, Any] = {}
         try:
             self._open_weights()
+            self.spec = replace(self.spec, names=self._names())
             check_num_layers(self.spec, len(self._readers))
+            self._canonical = {self.spec.names.in_file(name): name for name in tensor_shapes(self.spec)}
             settings = _quantization(path, _read_json(path / "config.json"))
             if settings is not None and self.spec.names.sites:
                 raise UnsupportedModel(f"quantized checkpoints of family {self.spec.family} are not supported")
-            if settings is not None and self.spec.names.text_prefix:
-                raise UnsupportedModel("quantized checkpoints of multimodal models are not supported")
-            self._packed = None if settings is None else _packed_modules(settings, self._readers)
+            self._packed = None if settings is None else _packed_modules(settings, self._readers, self.spec.names)
             check_shapes(self.spec, dict(self._shapes()))
             self.packing = None if settings is None else self._packing(settings.method)
             self._check_biases()
@@ -63,6 +63,13 @@ class HfCheckpoint:
         except BaseException:
             self.close()
             raise
+
+    def _names(self) -> ModuleNames:
+        """Return the names of the spec, of a language part those that the file has."""
+        names = self.spec.names
+        parts = TEXT_PARTS if names.text_part else ()
+        known = (replace(names, text_part=part) for part in parts)
+        return next((each for each in known if each.in_file("model.norm.weight") in self._readers), names)
 
     def _check_head(self) -> None:
         """Check that a head which the configuration ties to the embedding is not another one in the file.
@@ -96,9 +103,10 @@ class HfCheckpoint:
         return None if module is None or self._packed is None else self._packed.codes(module)
 
     def _quantized_module(self, name: str) -> str | None:
-        """Return the module whose weight has this name, if it is quantized."""
-        module = name.removesuffix(".weight")
-        is_packed = self._packed is not None and module != name and module in self._packed.bits
+        """Return the file's name of the module whose weight this is, if it is quantized."""
+        own = self.spec.names.in_file(name)
+        module = own.removesuffix(".weight")
+        is_packed = self._packed is not None and module != own and module in self._packed.bits
         return module if is_packed else None
 
     def tokenizer_source(self) -> TokenizerSource:
@@ -150,19 +158,19 @@ class HfCheckpoint:
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Return the shapes of the tensors that the model has as floats, and of the weights of quantized modules."""
         packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
-        yield from packed.items()
-        canonical = {self.spec.names.in_file(name): name for name in tensor_shapes(self.spec)}
-        for own in self._readers:
-            name = canonical.get(own)
+        for own, name in self._canonical.items():
             # There may be others that nothing reads, and a quantized module has some of integers.
-            if name is not None and name not in packed:
+            if own in packed:
+                yield name, packed[own]
+            elif own in self._readers:
                 yield name, self._shape(own)
 
     def _packing(self, method: str) -> StoredPacking | None:
         """Describe the quantization; None if it left all linears as floats."""
         bits = {} if self._packed is None else self._packed.bits
         shapes = tensor_shapes(self.spec)
-        sizes = {module: math.prod(shapes[name]) for module in bits if (name := f"{module}.weight") in shapes}
+        names = {module: self._canonical.get(f"{module}.weight") for module in bits}
+        sizes = {module: math.prod(shapes[name]) for module, name in names.items() if name is not None}
         if not sizes:
             return None
         rounding = "" if self._packed is None else self._packed.rounding
@@ -172,10 +180,9 @@ class HfCheckpoint:
 
     def _check_biases(self) -> None:
         """Check that quantized modules have no bias that the family does not know; some exports have zeros."""
-        wanted = tensor_shapes(self.spec)
         for module in () if self._packed is None else self._packed.bits:
-            name = f"{module}.bias"
-            is_unknown = f"{module}.weight" in wanted and name in self._readers and name not in wanted
+            name, known = f"{module}.bias", self._canonical
+            is_unknown = f"{module}.weight" in known and name in self._readers and name not in known
             if is_unknown and self._readers[name].get_tensor(name).any():
                 raise UnsupportedModel(f"{name} is not 0, but {self.spec.family} models have no such bias")
 
@@ -187,15 +194,18 @@ class HfCheckpoint:
         return tuple(view.get_shape())
 
 
-def _packed_modules(settings: QuantizationSettings, readers: dict[str, Any]) -> "PackedModules":
+def _packed_modules(settings: QuantizationSettings, readers: dict[str, Any], names: ModuleNames) -> "PackedModules":
     # These import torch.
     from lorasrv.models.loader.packed.packed_modules import open_modules
     from lorasrv.models.loader.packed.stored_tensors import StoredTensors
 
-    return open_modules(settings, StoredTensors(readers))
+    return open_modules(settings, StoredTensors(readers, names))
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> QuantizationSettings | None:
+    part = config.get(TEXT_PART)
+    if isinstance(part, dict):
+        config = part | {key: value for key, value in config.items() if value}
     return find_quantization(config, lambda file: _read_json(folder / file, missing_ok=True))
 
 

@@ -104,7 +104,7 @@ def _base(job: VerifyJob, spec: ModelSpec) -> Any:
     folder = Path(job.model.model).expanduser()
     if job.model.load_format != "dummy" and folder.is_dir():
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-        if spec.names.text_prefix:
+        if spec.names.text_part:
             # The whole model's setting counts, and transformers unties a head that the file has.
             config.tie_word_embeddings = spec.tied_head
     else:

@@ -14,6 +14,7 @@ A weight is (value - zero point) * scale, all signed.
 """
 
 import math
+import re
 from collections.abc import Mapping
 
 import torch
@@ -108,9 +109,9 @@ class CompressedModules:
         return weights
 
     def _names(self, target: str, module: str) -> bool:
-        if target.startswith(_REGEX):
-            return self._settings.pattern(target.removeprefix(_REGEX)).match(module) is not None
-        return target == module
+        is_pattern = target.startswith(_REGEX)
+        text = target.removeprefix(_REGEX) if is_pattern else rf"{re.escape(target)}\Z"
+        return self._tensors.matches(self._settings.pattern(text), module)
 
     def _bits(self, module: str) -> int:
         bits = self._schemes_of[module].whole("num_bits")

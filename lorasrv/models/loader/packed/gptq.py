@@ -82,7 +82,7 @@ class GptqModules:
                 yield text, self._settings.inner(f"dynamic {text!r:.60}", rule).values
 
     def _of(self, module: str) -> QuantizationSettings:
-        own = next((rule for pattern, rule in self._rules if pattern.match(module)), {})
+        own = next((rule for pattern, rule in self._rules if self._tensors.matches(pattern, module)), {})
         return self._settings.inner("dynamic", {**self._settings.values, **own})
 
     def _bits(self, module: str) -> int:

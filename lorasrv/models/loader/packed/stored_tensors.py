@@ -1,11 +1,13 @@
 """Read the tensors of quantized modules from safetensors files, with their dtypes and shapes checked first."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel
+from lorasrv.models.spec import ModuleNames
 
 INTEGERS = {"I8": 8, "I16": 16, "I32": 32, "I64": 64}
 """Bits of a packed word by its dtype."""
@@ -13,14 +15,16 @@ FLOATS = ("F16", "BF16", "F32")
 
 
 class StoredTensors:
-    """Find and read tensors by name.
+    """Find and read tensors by name; of a multimodal checkpoint those of the language part.
 
     Args:
         readers: the open safetensors file of each tensor.
+        names: of the checkpoint.
     """
 
-    def __init__(self, readers: Mapping[str, Any]) -> None:
-        self._readers = readers
+    def __init__(self, readers: Mapping[str, Any], names: ModuleNames) -> None:
+        self._readers = {own: reader for own, reader in readers.items() if names.are_for(own)}
+        self._names = names
 
     def __contains__(self, name: str) -> bool:
         return name in self._readers
@@ -40,6 +44,12 @@ class StoredTensors:
     def modules(self, kind: str) -> list[str]:
         """Return the modules that have a tensor of this kind, such as qweight."""
         return [name.removesuffix(f".{kind}") for name in self._readers if name.endswith(f".{kind}")]
+
+    def matches(self, pattern: re.Pattern[str], module: str) -> bool:
+        """Return whether a module is meant by a pattern of the configuration, which may be for another version of
+        transformers than the names of the file.
+        """
+        return any(map(pattern.match, self._names.spellings(module)))
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor as safetensors spells it.
