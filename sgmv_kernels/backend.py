@@ -112,6 +112,7 @@ class Backend:
     # The last argument is the number of key heads in the rows: those of the pages, or 0 for queries alone.
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor, int], Tensor]
     copy_slots: Callable[[Sequence[KvPages], Int32], None]
+    add_: Callable[[Tensor, Tensor], None]
     add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     add_layer_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]

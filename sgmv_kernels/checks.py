@@ -27,15 +27,14 @@ def check_gated(gate_up: Tensor) -> None:
 
 
 def check_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int) -> None:
-    """Check that norm weights are as wide as one head, and rows a whole number of such heads."""
+    """Check that rows are a whole number of heads of the widths that norm weights have."""
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        fits = weight.shape == q_weight.shape and weight.dim() == 1 and weight.dtype == torch.float32
-        if not fits or not weight.is_contiguous():
-            raise KernelArgumentError(f"{name} must be contiguous float32 [D]")
+        if weight.dim() != 1 or weight.dtype != torch.float32 or not weight.is_contiguous() or not len(weight):
+            raise KernelArgumentError(f"{name} must be contiguous float32 of one dimension")
     if qkv.dim() != 2 or not qkv.is_contiguous():
         raise KernelArgumentError("qkv must be contiguous [T, width]")
-    heads, rest = divmod(qkv.shape[1], len(q_weight))
-    if rest or heads <= 2 * kv_heads:
+    heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * len(k_weight), len(q_weight))
+    if rest or heads < 1:
         raise KernelArgumentError(f"qkv has {qkv.shape[1]} columns, which is no number of heads")
 
 
@@ -155,14 +154,19 @@ def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, dim: int, kv_heads: int
         require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
 
 
-def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
-    """Check rows [T, H] of a residual stream, what is added to them, and the weight of their norm."""
+def check_added(x: Tensor, delta: Tensor | None) -> None:
+    """Check rows [T, H] of a residual stream, and what is added to them."""
     require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-    fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
-    require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
     if delta is not None:
         fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
         require(fits, "delta must be like x")
+
+
+def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
+    """Check rows as `check_added`, and the weight of their norm."""
+    check_added(x, delta)
+    fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
+    require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
 
 
 def check_queries(q: Tensor, kv: KvPages, scoring: Scoring) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend_ops import BackendOps
-from sgmv_kernels.checks import check_gated, check_heads, check_normed, require
+from sgmv_kernels.checks import check_added, check_gated, check_heads, check_normed, require
 
 
 class PointwiseOps(BackendOps):
@@ -15,6 +15,21 @@ class PointwiseOps(BackendOps):
 
     Args: as `BackendOps`.
     """
+
+    def add_(self, x: Tensor, delta: Tensor) -> None:
+        """Add to the residual stream in place, where no norm follows (OLMo 2).
+
+        Semantics: x += delta
+
+        Args:
+            x: [T, H] contiguous.
+            delta: [T, H] contiguous of x's dtype.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        """
+        self._check_activation(x, "x")
+        check_added(x, delta)
+        self._backend.add_(x, delta)
 
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual stream in place, and norm the sum.
@@ -91,14 +106,15 @@ class PointwiseOps(BackendOps):
         return self._backend.gelu(x)
 
     def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
-        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation.
+        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation; or all heads of each together,
+        as OLMo 2, which are one head here.
 
-        Semantics: x / sqrt(mean(x^2) + eps) * weight over the D numbers of a head, the weight q's or k's; v is
-        unchanged
+        Semantics: x / sqrt(mean(x^2) + eps) * weight over the numbers of a head, the weight q's or k's; v is unchanged
 
         Args:
-            qkv: [T, (heads + 2 kv_heads) * D] contiguous.
-            q_weight, k_weight: [D] fp32.
+            qkv: [T, heads * D + 2 kv_heads * K] contiguous.
+            q_weight: [D] fp32.
+            k_weight: [K] fp32.
             kv_heads: key heads.
             eps: added to the mean square.
         Raises:

@@ -167,6 +167,11 @@ class Partition:
                 f"{where}, but the model has {spec.num_kv_heads} key head{'s' * (spec.num_kv_heads > 1)}, and a rank "
                 "needs one of its own; use fewer columns, or stages (--pp) or rows (--cp)"
             )
+        if count > 1 and spec.wide_qk_norm:
+            raise ConfigError(
+                f"{where}, but {spec.family} models norm queries and keys over all heads together, which no rank would "
+                "have; use stages (--pp) or rows (--cp)"
+            )
         heads, hidden, inner, vocab = (
             _cut(spec.num_kv_heads, count, 1, f"{where}: key heads"),
             _cut(spec.hidden_size, count, TILE, f"{where}: hidden size"),

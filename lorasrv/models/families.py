@@ -3,6 +3,7 @@
 The rules are explained in specs/llama.toml. Canonical tensor names and row orders are Hugging Face's.
 """
 
+import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _GGUF_ONLY = {
     "residual_scale": [0.0, 1.0],
     "use_parallel_residual": False,
 }
-"""The same of GGUF metadata: values that change nothing. Families without them do not read these keys."""
+"""The same of GGUF metadata: values that change nothing, of keys that a family does not read."""
 _GGUF_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 """Control tokens that end an answer by their text, as in llama.cpp; GGUF files name one or two of them. <|endoftext|>
 is left to the files: not every model whose vocabulary has it ends answers there."""
@@ -201,10 +202,14 @@ _FIELD_TYPES: dict[str, type] = {
     "tied_head": bool,
     "sliding_window": int,
     "qk_norm": bool,
+    "wide_qk_norm": bool,
+    "pre_norms": bool,
     "post_norms": bool,
     "norms_less_one": bool,
     "norms_add_one": bool,
-    "scaled_embedding": bool,
+    "embedding_scale": float,
+    "residual_scale": float,
+    "logit_divisor": float,
     "fused": bool,
     "gated": bool,
     "alibi_max": float,
@@ -290,7 +295,9 @@ class Family:
         """
         prefix = f"{meta.get('general.architecture')}."
         source = _Source("the GGUF metadata", meta, prefix, tensors)
-        _check_only(meta, _GGUF_ONLY | self.gguf.get("only", {}), source.label, prefix)
+        read = {rule if isinstance(rule, str) else rule.get("key") for rule in self.gguf["spec"].values()}
+        only = _GGUF_ONLY | self.gguf.get("only", {})
+        _check_only(meta, {key: value for key, value in only.items() if key not in read}, source.label, prefix)
         fields = self._fields(source, self.gguf["spec"])
         tokens = meta.get("tokenizer.ggml.tokens", [])
         fields["vocab_size"] = fields.get("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0)
@@ -359,6 +366,8 @@ class Family:
             raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
         if not fields["vocab_size"]:
             raise CorruptModel("the checkpoint does not declare its vocabulary size")
+        if not fields.get("pre_norms", True) and fields.get("residual_scale", 1.0) != 1:
+            raise UnsupportedModel("residual_scale is not supported without norms before attention and MLP")
         for layer, source in enumerate(rest.get("kv_source_layers", ())):
             if fields.get("fused") or (windowed and windowed[layer] != windowed[source]):
                 raise UnsupportedModel(
@@ -382,7 +391,7 @@ class _Source:
         if "value" in table:
             return table["value"]
         if "field" in table:
-            return known[table["field"]] * table.get("times", 1)
+            return (known[table["field"]] * table.get("times", 1)) ** table.get("power", 1)
         if "tensor" in table:
             return table["tensor"] in self.tensors
         if "at_layers" in table:
@@ -392,7 +401,9 @@ class _Source:
         key = self.prefix + table["key"]
         value = self.values.get(key)
         if value is not None:
-            checked = self._checked(field, key, value)
+            checked = self._checked(field, key, value, may_be_zero=field in _MAY_BE_ZERO and "power" not in table)
+            if "power" in table:
+                return self._power(key, checked, table["power"])
             return table.get("means", {}).get(checked, checked)
         if field in _MAY_BE_NONE and key in self.values:
             return None
@@ -404,18 +415,24 @@ class _Source:
             raise CorruptModel(f"{self.label} lacks {key}")
         return table["default"]
 
-    def _checked(self, field: str, key: str, value: Any) -> Any:
+    def _power(self, key: str, value: float, power: float) -> float:
+        try:
+            return float(value**power)
+        except OverflowError:
+            raise CorruptModel(f"{self.label}: {key} {value} is no number that a model has") from None
+
+    def _checked(self, field: str, key: str, value: Any, *, may_be_zero: bool) -> Any:
         wanted = _FIELD_TYPES[field]
         if wanted is float and type(value) is int:
             value = float(value)
         if type(value) is not wanted:
             raise CorruptModel(f"{self.label}: {key} must be {_TYPE_WORDS[wanted]}, not {value!r:.60}")
         if wanted in (int, float):
-            self._check_positive(field, key, value)
+            self._check_positive(field, key, value, may_be_zero)
         return value
 
-    def _check_positive(self, field: str, key: str, value: Any) -> None:
-        if not (value > 0 or (value == 0 and field in _MAY_BE_ZERO)):
+    def _check_positive(self, field: str, key: str, value: Any, may_be_zero: bool) -> None:
+        if not (0 < value < math.inf or (value == 0 and may_be_zero)):
             raise CorruptModel(f"{self.label}: {key} must be positive, not {value}")
         if field == "num_layers" and value > _MAX_LAYERS:
             raise CorruptModel(f"{self.label}: {key} {value} is more than {_MAX_LAYERS}")

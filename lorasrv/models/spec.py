@@ -110,8 +110,8 @@ published, and as transformers calls its modules since version 4.52.
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Describe a decoder-only transformer: pre-norm, grouped heads, rotary attention or ALiBi, an MLP with a gate or
-    without.
+    """Describe a decoder-only transformer: norms before attention and MLP or behind them, grouped heads, rotary
+    attention or ALiBi, an MLP with a gate or without.
     """
 
     family: str
@@ -145,16 +145,23 @@ class ModelSpec:
     rope_local: RopeSpec | None = None
     # Whether each layer's heads are not rotated (NoPE); empty where all are.
     unrotated_layers: tuple[bool, ...] = ()
-    # Heads of q and k have their own norms.
+    # q and k have their own norms: of each head, or of all heads together.
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    # The inputs of attention and MLP are normed.
+    pre_norms: bool = True
     # The outputs of attention and MLP are normed before they are added.
     post_norms: bool = False
     # The checkpoint holds norm weights less 1.
     norms_less_one: bool = False
     # The modules of transformers add 1 to norm weights: adapters hold them less 1, whatever the checkpoint holds.
     norms_add_one: bool = False
-    # Embeddings are multiplied by sqrt(hidden_size).
-    scaled_embedding: bool = False
+    # Embedded tokens are multiplied by it.
+    embedding_scale: float = 1.0
+    # The outputs of attention and MLP are multiplied by it before they are added.
+    residual_scale: float = 1.0
+    # Logits are divided by it.
+    logit_divisor: float = 1.0
     # q, k and v are one module of the checkpoint, which adapters name; gate and up another.
     fused: bool = False
     # Scores are divided by its square root; 0 for head_dim.
@@ -234,13 +241,16 @@ class ModelSpec:
         """Return the norms of a layer: the decoder's name -> (Hugging Face module path inside the layer, width)."""
         h = self.hidden_size
         before, after = self.names.norms
-        norms = {"input_norm": (before, h), "post_attn_norm": (after, h)}
+        norms = {}
+        if self.pre_norms:
+            before_mlp = "pre_feedforward_layernorm" if self.post_norms else after
+            norms = {"input_norm": (before, h), "post_attn_norm": (before_mlp, h)}
         if self.post_norms:
-            norms["post_attn_norm"] = ("pre_feedforward_layernorm", h)
             norms |= {"attn_out_norm": (after, h), "mlp_out_norm": ("post_feedforward_layernorm", h)}
         if self.qk_norm:
-            heads = "qk" if self.has_own_kv(layer) else "q"
-            norms |= {f"{x}_norm": (f"self_attn.{x}_norm", self.head_dim) for x in heads}
+            heads = {"q": self.q_width, "k": self.kv_width} if self.has_own_kv(layer) else {"q": self.q_width}
+            widths = heads if self.wide_qk_norm else dict.fromkeys(heads, self.head_dim)
+            norms |= {f"{x}_norm": (f"self_attn.{x}_norm", width) for x, width in widths.items()}
         return norms
 
     def places(self) -> dict[str, int]:

@@ -50,9 +50,9 @@ def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> I
     if heads := {name: gains.pop(name) for name in ("q_norm", "k_norm") if name in gains}:
         one = torch.ones(spec.head_dim, device=base.final_norm.device)
         q, k = heads.get("q_norm", one), heads.get("k_norm", one)
-        kv_heads = spec.num_kv_heads if spec.has_own_kv(layer) else 0
-        counts = (q, spec.num_heads), (k, kv_heads), (one, kv_heads)
-        gains["qk_norm" if kv_heads else "q_norm"] = torch.cat([gain.repeat(count) for gain, count in counts])
+        kv_width = spec.kv_width if spec.has_own_kv(layer) else 0
+        widths = (q, spec.q_width), (k, kv_width), (one, kv_width)
+        gains["qk_norm" if kv_width else "q_norm"] = torch.cat([gain.repeat(w // len(gain)) for gain, w in widths])
     for name, gain in gains.items():
         yield name, (gain, torch.zeros_like(gain))
 

@@ -117,6 +117,11 @@ class Decoder:
         activations = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul, "gelu": ops.gelu}
         self._activation = activations[spec.activation]
         self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
+        # Rows of the residual stream are kept divided by the factor of what is added to them, which a norm does not
+        # see but for its epsilon; and all behind the last norm is linear, so that its weight may divide the logits.
+        self._embedding_scale = spec.embedding_scale / spec.residual_scale
+        self._stream_eps = spec.norm_eps / spec.residual_scale**2
+        self._final_norm = weights.final_norm / spec.logit_divisor
         slopes = spec.alibi_slopes()
         self._places = {name: i for i, name in enumerate(spec.places())}
         alibi = torch.tensor(slopes, dtype=torch.float32, device=memory.device) if slopes else None
@@ -228,7 +233,8 @@ class Decoder:
 
         Returns: [at least `max_samples`, H], valid until the next pass; not written by a pass of more such rows.
         """
-        return self._states
+        divisor = self._spec.logit_divisor
+        return self._states if divisor == 1 else self._states * divisor
 
     @property
     def likeliest(self) -> Tensor | None:
@@ -242,7 +248,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
-        return self._capped(self._weights.head(states).float())
+        return self._capped(self._weights.head(states / self._spec.logit_divisor).float())
 
     @property
     def num_threads(self) -> int:
@@ -264,7 +270,7 @@ class Decoder:
         return self._ops.can_record and self._weights.is_recordable and self._exchange.can_record
 
     def _stages(self) -> Stages:
-        can_embed = self._weights.embed.can_be_recorded and not self._spec.scaled_embedding
+        can_embed = self._weights.embed.can_be_recorded and self._embedding_scale == 1
         return Stages(
             embed=self._weights.embed if can_embed else None,
             layers=self._layers,
@@ -316,9 +322,7 @@ class Decoder:
             for own in plan.passes():
                 v = self._ops.columns(batch.token_ids, slabs, own, EMBEDDING_A, firsts)
                 self._ops.expand_(x, v, slabs[0], own, 0, EMBEDDING_B)
-        if self._spec.scaled_embedding:
-            x = x * self._spec.hidden_size**0.5
-        return x
+        return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Compute logits, not capped, from embedded tokens [T, H] by calls of `ops` and of linears, and no other
@@ -329,12 +333,10 @@ class Decoder:
             weights = self._weights.layers[layer]
             normed = self._norm(x, delta, weights.input_norm, layer, "input_norm", tables)
             delta = self._attention(normed, layer, tables, angles[self._rope_indices[layer]])
-            if weights.attn_out_norm is not None:
-                delta = self._norm(delta, None, weights.attn_out_norm, layer, "attn_out_norm", tables)
+            delta = self._out_norm(delta, weights.attn_out_norm, layer, "attn_out_norm", tables)
             normed = self._norm(x, delta, weights.post_attn_norm, layer, "post_attn_norm", tables)
             delta = self._mlp(normed, layer, tables)
-            if weights.mlp_out_norm is not None:
-                delta = self._norm(delta, None, weights.mlp_out_norm, layer, "mlp_out_norm", tables)
+            delta = self._out_norm(delta, weights.mlp_out_norm, layer, "mlp_out_norm", tables)
         count = len(tables.sample_rows)
         if not self._exchange.is_last:
             assert delta is not None
@@ -343,7 +345,7 @@ class Decoder:
         if not self._exchange.has_states(count):
             return empty_logits(self._spec.vocab_size, x.device)
         last = self._spec.num_layers - 1
-        normed = self._norm(x, delta, self._weights.final_norm, last, "final_norm", tables)
+        normed = self._norm(x, delta, self._final_norm, last, "final_norm", tables)
         states = self._last_states(normed, tables.sample_rows)
         if not len(states):
             return empty_logits(self._spec.vocab_size, x.device)
@@ -376,10 +378,24 @@ class Decoder:
         return logits
 
     def _norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, layer: int, place: str, tables: StepTables
+        self, x: Tensor, delta: Tensor | None, weight: Tensor | None, layer: int, place: str, tables: StepTables
     ) -> Tensor:
-        """Add `delta` [T, H] to x in place, and return the normed sum, with the weights of each row's adapter."""
-        normed = self._add_norm(x, delta, weight, self._spec.norm_eps)
+        """Add `delta` [T, H] to x in place, and return the normed sum, with the weights of each row's adapter; x itself
+        where the model has no norm there.
+        """
+        if weight is None:
+            if delta is not None:
+                self._ops.add_(x, delta)
+            return x
+        normed = self._add_norm(x, delta, weight, self._stream_eps)
+        self._affine_(normed, layer, self._places[place], tables)
+        return normed
+
+    def _out_norm(self, delta: Tensor, weight: Tensor | None, layer: int, place: str, tables: StepTables) -> Tensor:
+        """Return the normed output [T, H] of attention or MLP; `delta` itself where the model has no norm there."""
+        if weight is None:
+            return delta
+        normed = self._add_norm(delta, None, weight, self._spec.norm_eps)
         self._affine_(normed, layer, self._places[place], tables)
         return normed
 
@@ -394,9 +410,9 @@ class Decoder:
         qkv = self._linear(weights.qkv, x, layer, QKV, tables)
         has_own_kv = spec.has_own_kv(layer)
         if weights.q_norm is not None:
-            kv_heads = spec.num_kv_heads if has_own_kv else 0
             k_norm = weights.q_norm if weights.k_norm is None else weights.k_norm
-            self._ops.norm_heads_(qkv, weights.q_norm, k_norm, kv_heads, spec.norm_eps)
+            normed_keys = spec.kv_width // len(k_norm) if has_own_kv else 0
+            self._ops.norm_heads_(qkv, weights.q_norm, k_norm, normed_keys, spec.norm_eps)
             self._affine_(qkv, layer, self._places["qk_norm" if has_own_kv else "q_norm"], tables)
         rotate = self._ops.rope_write_kv if has_own_kv else self._ops.rope_queries
         rows, written = self._exchange.all_rows(qkv, tables.attention)

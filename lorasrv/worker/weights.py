@@ -36,16 +36,17 @@ class LayerWeights:
     """Weights of one layer. q/k/v and gate/up are stacked along their outputs, biases too; a layer without keys and
     values of its own has q alone.
 
-    Norms are fp32 [H], those of query and key heads [D]; None where the family has none. Where a checkpoint holds norm
-    weights less 1, the 1 has been added. `biases` are fp32 copies of those of the linears, None where there is none.
+    Norms are fp32 [H], those of q and k [D], or as wide as all of their heads; None where the family has none. Where a
+    checkpoint holds norm weights less 1, the 1 has been added. `biases` are fp32 copies of those of the linears, None
+    where there is none.
     """
 
-    input_norm: Tensor
-    post_attn_norm: Tensor
     qkv: Linear
     o: Linear
     gate_up: Linear
     down: Linear
+    input_norm: Tensor | None = None
+    post_attn_norm: Tensor | None = None
     attn_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     q_norm: Tensor | None = None

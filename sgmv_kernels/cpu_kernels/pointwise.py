@@ -15,6 +15,7 @@ from sgmv_kernels.cpu_ops.pointwise import (
     HALF,
     HEADS,
     KEY_SCALES,
+    KEY_WIDTH,
     KEYS,
     KV_HEADS,
     NUM_ARGS,
@@ -78,6 +79,10 @@ from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROUND_ROWS
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS
 
 
+def add(raw: Any) -> None:
+    _add_rows(carray(raw, (NUM_ARGS,), np.int64))
+
+
 def norm(raw: Any) -> None:
     _norm_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
 
@@ -119,6 +124,18 @@ def _round(args, first, start, end):  # type: ignore[no-untyped-def]
         units = place_of(args[UNITS], first, args[UNIT_BYTES], 4)
         x = args[OUT] + first * row_bytes
         round_blocks(x, row_bytes, rows, np.int64(0), codes, units, start // CODE_BLOCK, end // CODE_BLOCK)
+
+
+@kernel_part
+def _add_rows(args):  # type: ignore[no-untyped-def]
+    width = args[WIDTH]
+    while True:
+        first = take_next(args.ctypes.data) * ROUND_ROWS
+        if first >= args[NUM_ROWS]:
+            return
+        for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
+            add_square_sum(args[A] + 4 * width * row, args[B] + 4 * width * row, width)
+        _round(args, first, 0, width)
 
 
 @kernel_part
@@ -197,16 +214,19 @@ _silu_rows, _gelu_rows, _gelu_exact_rows = map(make_gate, (_silu, _gelu, _gelu_e
 
 @kernel_part
 def _head_rows(args, floats):  # type: ignore[no-untyped-def]
-    dim, heads, kv_heads, eps = args[WIDTH], args[HEADS], args[KV_HEADS], np.float32(floats[FLOAT])
+    q_dim, k_dim, heads, eps = args[WIDTH], args[KEY_WIDTH], args[HEADS], np.float32(floats[FLOAT])
+    width = heads * q_dim + 2 * args[KV_HEADS] * k_dim
     while True:
         first = take_next(args.ctypes.data) * ROWS
         if first >= args[NUM_ROWS]:
             return
         for row in range(first, min(first + ROWS, args[NUM_ROWS])):
-            for h in range(heads + kv_heads):
-                x = args[A] + 4 * dim * (row * (heads + 2 * kv_heads) + h)
+            x = args[A] + 4 * width * row
+            for h in range(heads + args[KV_HEADS]):
+                dim = q_dim if h < heads else k_dim
                 mean = add_square_sum(x, np.int64(0), dim) / np.float32(dim)
                 weighted(x, args[B] if h < heads else args[C], dim, np.float32(1) / np.sqrt(mean + eps), x)
+                x += 4 * dim
 
 
 @kernel_part

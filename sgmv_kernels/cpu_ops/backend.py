@@ -46,6 +46,7 @@ BACKEND = Backend(
     add_page_mass_=page_mass.add_page_mass_cpu_,
     rope_write_kv=pointwise.rope_write_kv_cpu,
     copy_slots=slots.copy_slots_cpu,
+    add_=pointwise.add_cpu_,
     add_rms_norm_=pointwise.add_rms_norm_cpu_,
     add_layer_norm_=pointwise.add_layer_norm_cpu_,
     silu_mul=pointwise.silu_mul_cpu,

@@ -31,7 +31,8 @@ PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 HALF, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA = range(PAGE_BYTES + 1, PAGE_BYTES + 5)
 CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(VALUE_MINIMA + 1, VALUE_MINIMA + 5)
 """Where the result goes as `cpu_ops.linear.RoundedRows`, too; CODES is 0 where it is not rounded."""
-NUM_ARGS = UNIT_BYTES + 1
+KEY_WIDTH = UNIT_BYTES + 1
+NUM_ARGS = KEY_WIDTH + 1
 ROPE = {
     "bfloat16": "rope_bf16",
     "float16": "rope_fp16",
@@ -40,6 +41,12 @@ ROPE = {
     "k8v4": "rope_k8v4",
 }
 """KV formats that `rope_write_kv` writes, and its entry for each."""
+
+
+def add_cpu_(x: Tensor, delta: Tensor) -> None:
+    """See `ops.Ops.add_`."""
+    own = {A: x.data_ptr(), B: delta.data_ptr(), OUT: x.data_ptr(), WIDTH: x.shape[1]}
+    _launch_groups("add", x, len(x) // ROUND_ROWS, own)
 
 
 def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -141,14 +148,14 @@ def gelu_cpu(x: Tensor) -> Tensor:
 
 def norm_heads_cpu_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
     """See `ops.Ops.norm_heads_`."""
-    dim = len(q_weight)
     own = {
         A: qkv.data_ptr(),
         B: q_weight.data_ptr(),
         C: k_weight.data_ptr(),
-        WIDTH: dim,
+        WIDTH: len(q_weight),
+        KEY_WIDTH: len(k_weight),
         FLOAT: _bits(eps),
-        HEADS: qkv.shape[1] // dim - 2 * kv_heads,
+        HEADS: (qkv.shape[1] - 2 * kv_heads * len(k_weight)) // len(q_weight),
         KV_HEADS: kv_heads,
     }
     _launch("heads", len(qkv), own)

@@ -33,7 +33,7 @@ def common_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
 
 OF_SOME_MODELS: tuple[Kernel, ...] = (
     ("linear", "q3h"),
-    *(("pointwise", entry) for entry in ("layer_norm", "gelu", "gelu_exact", "heads", "cap")),
+    *(("pointwise", entry) for entry in ("layer_norm", "gelu", "gelu_exact", "heads", "cap", "add")),
 )
 """A model that needs one of them often needs another."""
 

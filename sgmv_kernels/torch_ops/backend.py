@@ -18,6 +18,7 @@ BACKEND = Backend(
     add_page_mass_=page_mass.add_page_mass_torch_,
     rope_write_kv=pointwise.rope_write_kv_torch,
     copy_slots=slots.copy_slots_torch,
+    add_=pointwise.add_torch_,
     add_rms_norm_=pointwise.add_rms_norm_torch_,
     add_layer_norm_=pointwise.add_layer_norm_torch_,
     silu_mul=pointwise.silu_mul_torch,

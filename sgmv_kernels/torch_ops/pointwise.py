@@ -20,6 +20,11 @@ def rope_write_kv_torch(
     return _rotated(q, cos, sin)
 
 
+def add_torch_(x: Tensor, delta: Tensor) -> None:
+    """See `ops.Ops.add_`."""
+    x.add_(delta)
+
+
 def add_rms_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `ops.Ops.add_rms_norm_`."""
     if delta is not None:
@@ -53,11 +58,11 @@ def gelu_torch(x: Tensor) -> Tensor:
 
 def norm_heads_torch_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
     """See `ops.Ops.norm_heads_`."""
-    dim = len(q_weight)
-    heads = qkv.view(len(qkv), -1, dim)
-    q, k, _ = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    width = kv_heads * len(k_weight)
+    q, k, _ = torch.split(qkv, [qkv.shape[1] - 2 * width, width, width], dim=1)
     for part, weight in ((q, q_weight), (k, k_weight)):
-        part.copy_(F.rms_norm(part.float(), (dim,), weight, eps))
+        heads = part.view(len(part), part.shape[1] // len(weight), len(weight))
+        heads.copy_(F.rms_norm(heads.float(), weight.shape, weight, eps))
 
 
 def softcap_torch_(x: Tensor, cap: float) -> None:

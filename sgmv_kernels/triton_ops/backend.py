@@ -29,6 +29,7 @@ BACKEND = Backend(
     add_page_mass_=page_mass.add_page_mass_,
     rope_write_kv=pointwise.rope_write_kv,
     copy_slots=slots.copy_slots,
+    add_=pointwise_torch.add_torch_,
     add_rms_norm_=pointwise.add_rms_norm_,
     add_layer_norm_=pointwise.add_layer_norm_,
     silu_mul=pointwise.silu_mul,

@@ -115,9 +115,10 @@ def gelu(x: Tensor) -> Tensor:
 
 def norm_heads_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
     """See `ops.Ops.norm_heads_`."""
-    rows, dim = len(qkv), len(q_weight)
-    heads = qkv.shape[1] // dim - 2 * kv_heads
+    rows, q_dim, k_dim = len(qkv), len(q_weight), len(k_weight)
+    heads = (qkv.shape[1] - 2 * kv_heads * k_dim) // q_dim
     if rows:
+        block = power_of_two(max(q_dim, k_dim), 1)
         _norm_heads_kernel[(rows, heads + kv_heads)](
             qkv,
             q_weight,
@@ -125,9 +126,10 @@ def norm_heads_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, 
             eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
-            DIM=dim,
-            BLOCK=power_of_two(dim, 1),
-            num_warps=1,
+            Q_DIM=q_dim,
+            K_DIM=k_dim,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
         )
 
 
@@ -300,19 +302,22 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    Q_DIM: tl.constexpr,
+    K_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Norm one head of q or k of one row."""
     head, column = tl.program_id(1), tl.arange(0, BLOCK)
-    ok = column < DIM
-    at = (tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM + column
-    x = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    dim = tl.where(head < HEADS, Q_DIM, K_DIM)
+    start = tl.minimum(head, HEADS) * Q_DIM + tl.maximum(head - HEADS, 0) * K_DIM
+    at = tl.program_id(0).to(tl.int64) * (HEADS * Q_DIM + 2 * KV_HEADS * K_DIM) + start + column
+    ok = column < dim
     if head < HEADS:
         weight = tl.load(q_weight + column, mask=ok, other=0.0)
     else:
         weight = tl.load(k_weight + column, mask=ok, other=0.0)
-    normed = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * weight
+    x = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / dim + eps) * weight
     tl.store(qkv + at, cast(normed, qkv.dtype.element_ty), mask=ok)
 
 

@@ -74,7 +74,7 @@ def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dt
     def layer() -> LayerWeights:
         norm = torch.ones(spec.hidden_size, device=ops.device)
         qkv, o, gate_up, down = (linear(sum(site.out_features), site.in_features) for site in spec.sites())
-        return LayerWeights(norm, norm, qkv, o, gate_up, down)
+        return LayerWeights(qkv, o, gate_up, down, norm, norm)
 
     layers = tuple(layer() for _ in range(spec.num_layers))
     head = linear(spec.vocab_size, spec.hidden_size, "bf16" if quantization == "bf16" else "int8")

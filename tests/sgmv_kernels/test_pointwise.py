@@ -168,15 +168,28 @@ def test_gelu(ops: Ops, width: int, dtype: torch.dtype) -> None:
 
 
 @kinds
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 20), (2, 2, 7)])
-def test_norm_heads(ops: Ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-    qkv = (torch.randn(3, (heads + 2 * kv_heads) * dim) * 30).to(dtype)
-    q_weight, k_weight = torch.randn(dim), torch.randn(dim)
-    q, k, v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-    parts = rms_norm_reference(q, q_weight, 1e-5), rms_norm_reference(k, k_weight, 1e-5), v.float()
+@pytest.mark.parametrize("width", [576, 7])
+def test_sums_without_a_norm(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    x, delta = torch.randn(19, width).to(dtype), torch.randn(19, width).to(dtype)
+    held = x.to(ops.device, copy=True)
+    ops.add_(held, delta.to(ops.device))
+    assert torch.equal(held.cpu(), x + delta)
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_dim", "k_dim"),
+    [(3, 1, 64, 64), (4, 2, 20, 20), (2, 2, 7, 7), (1, 1, 1536, 192), (1, 1, 24, 40), (2, 0, 16, 16)],
+)
+def test_norm_heads(ops: Ops, heads: int, kv_heads: int, q_dim: int, k_dim: int, dtype: torch.dtype) -> None:
+    widths = heads * q_dim, kv_heads * k_dim, kv_heads * k_dim
+    qkv = (torch.randn(3, sum(widths)) * 30).to(dtype)
+    q_weight, k_weight = torch.randn(q_dim), torch.randn(k_dim)
+    q, k, v = qkv.split(widths, dim=1)
+    parts = [rms_norm_reference(p.view(3, -1, len(w)), w, 1e-5).flatten(1) for p, w in ((q, q_weight), (k, k_weight))]
     held = qkv.to(ops.device, copy=True)
     ops.norm_heads_(held, q_weight.to(ops.device), k_weight.to(ops.device), kv_heads, 1e-5)
-    torch.testing.assert_close(held.cpu().float(), torch.cat(parts, dim=1).flatten(1), **CLOSE[dtype])
+    torch.testing.assert_close(held.cpu().float(), torch.cat([*parts, v.float()], dim=1), **CLOSE[dtype])
 
 
 @kinds
@@ -216,7 +229,9 @@ def test_bad_arguments(ops: Ops) -> None:
         (ops.add_rms_norm_, (x.double(), None, torch.zeros(8), 1e-5), "x must be float32"),
         (ops.silu_mul, (gate_up,), "gate_up"),
         (ops.gelu_mul, (gate_up,), "gate_up"),
-        (ops.norm_heads_, (qkv, torch.ones(8), torch.ones(4), 1, 1e-5), "k_weight must be contiguous float32"),
+        (ops.add_, (x, torch.zeros(1, 8)), "delta must be"),
+        (ops.norm_heads_, (qkv, torch.ones(8), torch.ones(4).double(), 1, 1e-5), "k_weight must be contiguous float32"),
+        (ops.norm_heads_, (qkv, torch.ones(8), torch.ones(6), 1, 1e-5), "no number of heads"),
         (ops.norm_heads_, (torch.zeros(2, 16), torch.ones(8), torch.ones(8), 1, 1e-5), "no number of heads"),
         (ops.softcap_, (x, 0.0), "cap positive"),
         (ops.likeliest, (x.double(),), "logits must be fp32"),

@@ -112,7 +112,7 @@ def write_gguf(source: Path, target: Path, kind: str | Mapping[str, str], **extr
     for name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
         module = name.split(".")[-2]
-        if arch in ("llama", "mistral3", "smollm3") and module in heads:
+        if arch in ("llama", "mistral3", "smollm3", "granite") and module in heads:
             shape = values.shape
             values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
@@ -172,6 +172,11 @@ def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
@@ -226,6 +231,15 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mpt": {"no_bias": True, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+        "rms_norm_eps": 0.02,
+        "tie_word_embeddings": False,
+    },
+    "olmo2": {"pad_token_id": 0},
 }
 MPT_NAMES = {
     "hidden_size": "d_model",
@@ -274,7 +288,8 @@ def write_tiny(
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
     qkv biases and a tied head; qwen3 norms of heads; gemma one key head; gemma2 and gemma3 windows on some of 4 layers,
     gemma3 two thetas; ministral3 YaRN from 64 tokens on; mpt ALiBi, LayerNorm and no gate; phi3 fused modules; smollm3
-    a layer without rotation. `shard_bytes` splits the weights, `dtype` casts them.
+    a layer without rotation; granite its four factors; olmo2 norms behind attention and MLP. `shard_bytes` splits the
+    weights, `dtype` casts them.
     """
     import transformers
 

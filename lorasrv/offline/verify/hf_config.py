@@ -20,6 +20,8 @@ _CLASSES = {
     "gemma3": "Gemma3TextConfig",
     "phi3": "Phi3Config",
     "smollm3": "SmolLM3Config",
+    "granite": "GraniteConfig",
+    "olmo2": "Olmo2Config",
 }
 _NONE, _ATTENTION, _QKV, _MLP, _ALL = (
     (False, False, False),
@@ -39,6 +41,8 @@ _BIASES: Mapping[str, Collection[tuple[bool, bool, bool]]] = {
     "gemma3": (_NONE, _ATTENTION),
     "phi3": (_NONE,),
     "smollm3": (_NONE, _ATTENTION, _MLP, _ALL),
+    "granite": (_NONE, _ATTENTION, _MLP, _ALL),
+    "olmo2": (_NONE, _ATTENTION),
 }
 """Allowed combinations per family: bias on q, k and v; on o; on the MLP."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -98,8 +102,15 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
             "layer_types": _layer_types(spec),
         }
     fields: dict[str, Any] = {"hidden_act": activation}
-    if family in ("llama", "smollm3"):
+    if family in ("llama", "smollm3", "granite"):
         fields |= {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
+    if family == "granite":
+        fields |= {
+            "attention_multiplier": spec.attention_scale,
+            "embedding_multiplier": spec.embedding_scale,
+            "residual_multiplier": spec.residual_scale,
+            "logits_scaling": spec.logit_divisor,
+        }
     if family == "smollm3":
         fields["no_rope_layers"] = [int(spec.rope_of(layer) is not None) for layer in range(spec.num_layers)]
     if family in ("mistral", "ministral3", "phi3"):
@@ -112,7 +123,7 @@ def _of_family(spec: ModelSpec, family: str) -> dict[str, Any]:
             "sliding_window": spec.sliding_window,
             "layer_types": _layer_types(spec),
         }
-    if family in ("qwen3", "gemma"):
+    if family in ("qwen3", "gemma", "olmo2"):
         fields["attention_bias"] = spec.qkv_bias
     if family == "phi3":
         fields["original_max_position_embeddings"] = spec.max_position

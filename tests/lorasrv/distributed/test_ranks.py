@@ -44,6 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("0&1", {"n_heads": 6, "d_model": 96}),
     "phi3": ("0&1", THREE_HEADS),
     "smollm3": ("0;1&2", THREE_HEADS),
+    "granite": ("0&1;2", THREE_HEADS),
+    "olmo2": ("0;1;2", {}),
 }
 """By family: how it is divided, and what is changed so that three ranks have heads. Gemma has one key head."""
 ASKED = [None, "a", "b"]
@@ -74,6 +76,11 @@ def test_every_family(family: str, tiny_hf_checkpoints: dict[str, TinyCheckpoint
     assert_same(told, alone)
     assert len({tuple(tokens) for tokens in told.tokens}) == 3
     assert_same(answers(model, ranks("cp=2"), adapters, ASKED), alone)
+
+
+def test_norms_over_all_heads_are_not_divided(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> None:
+    with pytest.raises(ConfigError, match=r"olmo2 models norm queries and keys over all heads .*--pp\) or rows"):
+        answers(tiny_hf_checkpoints["olmo2"](), ranks("0&1"))
 
 
 def test_sums_of_adapters(tiny_hf_checkpoints: dict[str, TinyCheckpoint], tmp_path: Path) -> None:

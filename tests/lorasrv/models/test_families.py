@@ -24,6 +24,7 @@ LLAMA = json.loads("""{
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": [2, 3]}""")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "ministral3", "mpt", "phi3", "smollm3")
+FAMILIES += ("granite", "olmo2")
 GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
 BARE = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
@@ -71,6 +72,13 @@ def test_llama_config_is_read_field_by_field() -> None:
         ("SmolLM3", LLAMA | {"no_rope_layers": [0, 1]}, {"unrotated_layers": (True, False)}),
         ("SmolLM3", LLAMA | {"num_hidden_layers": 4}, {"unrotated_layers": (False, False, False, True)}),
         ("SmolLM3", LLAMA | {"no_rope_layer_interval": 1}, {"unrotated_layers": (True, True)}),
+        (
+            "Granite",
+            LLAMA | {"attention_multiplier": 0.25, "logits_scaling": 8, "residual_multiplier": 0.22},
+            {"attention_scale": 0.25, "embedding_scale": 1.0, "residual_scale": 0.22, "logit_divisor": 8.0},
+        ),
+        ("Granite", LLAMA, {"attention_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0}),
+        ("Olmo2", BARE, {"pre_norms": False, "wide_qk_norm": True, "norm_eps": 1e-5, "sliding_window": None}),
         ("Llama", LLAMA | {"rope_scaling": None}, {"rope": RopeSpec(500000.0)}),
         ("Llama", LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": RopeSpec(5e5, "linear", 4.0)}),
         ("Llama", LLAMA | {"rope_scaling": LLAMA3}, {"rope": LLAMA3_ROPE}),
@@ -99,7 +107,8 @@ def test_windows_of_layers(family: str, config: dict[str, Any], layers: list[int
 
 @pytest.mark.parametrize("said", [{}, {"num_key_value_heads": None}])
 @pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3"]
+    "name",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3", "Granite", "Olmo2"],
 )
 def test_key_heads_that_are_not_said_are_those_of_transformers(name: str, said: dict[str, Any]) -> None:
     """Some take null for one a query head, and another number where nothing is said."""
@@ -125,7 +134,7 @@ def test_gemma_defaults_are_those_of_transformers() -> None:
         assert spec.final_softcap == config.final_logit_softcapping
         assert (spec.query_scalar, spec.tied_head) == (config.query_pre_attn_scalar, config.tie_word_embeddings)
         assert (spec.activation, spec.sliding_window) == ("gelu_tanh", config.sliding_window)
-        assert (spec.post_norms, spec.norms_less_one, spec.scaled_embedding) == (True, True, True)
+        assert (spec.post_norms, spec.norms_less_one, spec.embedding_scale) == (True, True, config.hidden_size**0.5)
 
 
 def test_published_multimodal_configurations_are_those_of_transformers() -> None:
@@ -342,6 +351,11 @@ def test_unknown_parts_are_refused_by_name(family: str, changes: dict[str, Any],
         ("Llama", {"num_hidden_layers": 2**31}, "num_hidden_layers 2147483648 is more than 4096"),
         ("Llama", {"num_hidden_layers": 0}, "num_hidden_layers must be positive, not 0"),
         ("Llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
+        ("Granite", {"attention_multiplier": 0}, r"attention_multiplier must be positive, not 0\.0"),
+        ("Granite", {"attention_multiplier": float("inf")}, "attention_multiplier must be positive, not inf"),
+        ("Granite", {"attention_multiplier": 1e-200}, "attention_multiplier 1e-200 is no number that a model has"),
+        ("Granite", {"residual_multiplier": 0.0}, r"residual_multiplier must be positive, not 0\.0"),
+        ("Granite", {"logits_scaling": "8"}, "logits_scaling must be a number, not '8'"),
         ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ("Llama", {"num_key_value_heads": 3}, "multiple of key heads"),
         ("Llama", {"rope_theta": "x"}, "rope_theta must be a positive number"),
@@ -403,7 +417,8 @@ def test_every_tensor_of_every_family_has_a_gguf_name() -> None:
         names = [family.gguf_name(name) for name in tensor_shapes(spec)]
         assert len(set(names)) == len(names)
         query = "blk.1.attn_qkv.weight" if spec.fused else "blk.1.attn_q.weight"
-        assert {"token_embd.weight", query, "blk.0.ffn_norm.weight", "output_norm.weight"} <= set(names)
+        norm = "blk.0.ffn_norm.weight" if spec.pre_norms else "blk.0.post_ffw_norm.weight"
+        assert {"token_embd.weight", query, norm, "output_norm.weight"} <= set(names)
 
 
 NEW_FAMILY = """
@@ -446,6 +461,14 @@ def test_a_wrong_family_file_is_refused(tmp_path: Path, text: str, message: str)
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_families([tmp_path])
+
+
+def test_a_residual_scale_needs_norms_that_do_not_see_it(tmp_path: Path) -> None:
+    text = "name = 'x'\nextends = 'olmo2'\n[config]\narchitectures = ['X']\n"
+    text += "[config.spec]\nresidual_scale = {value = 0.5}"
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(UnsupportedModel, match="residual_scale is not supported without norms before"):
+        load_families([tmp_path]).detect("X").spec_from_hf(LLAMA | {"model_type": "olmo2"})
 
 
 def test_specs_are_packaged_beside_the_module() -> None:

@@ -19,7 +19,8 @@ from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import LoraTensors
 
 Tiny = dict[str, Callable[..., Path]]
-FAMILIES = ["llama", "gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen2", "qwen3", "gemma2"))]
+LONG = "qwen2", "qwen3", "gemma2", "granite"
+FAMILIES = ["llama", "gemma3", "olmo2", *(pytest.param(f, marks=pytest.mark.long) for f in LONG)]
 QV = ["q_proj", "v_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 APART = 0.02

@@ -62,7 +62,7 @@ def _weights(device: torch.device) -> ModelWeights:
 
     def layer() -> LayerWeights:
         linears = [FloatLinear(floats(sum(site.out_features), site.in_features), None) for site in SPEC.sites()]
-        return LayerWeights(floats(32) + 1, floats(32) + 1, *linears)
+        return LayerWeights(*linears, floats(32) + 1, floats(32) + 1)
 
     layers = tuple(layer() for _ in range(SPEC.num_layers))
     embed, head = FloatEmbedding(floats(40, 32)), FloatLinear(floats(40, 32), None)

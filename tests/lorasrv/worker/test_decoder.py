@@ -55,12 +55,16 @@ CASES = {
     "phi3-longrope": {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64},
     "phi3-partial": {"rope_parameters": PARTIAL},
     "smollm3": {},
+    "granite": {},
+    "granite-tied-bias": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "olmo2": {},
+    "olmo2-mha-bias-tied": {"num_key_value_heads": None, "attention_bias": True, "tie_word_embeddings": True},
     "smollm3-listed-bias": {"no_rope_layers": [0, 0, 1], "attention_bias": True, "mlp_bias": True},
 }
 """By name, which begins with the family: changes of its tiny configuration."""
 EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
 EVERYDAY |= {"gemma", "gemma-mha-bias", "mpt", "mpt-six-heads"}
-EVERYDAY |= {"phi3-window-partial", "smollm3", "ministral3"}
+EVERYDAY |= {"phi3-window-partial", "smollm3", "ministral3", "granite", "olmo2"}
 """One of each family and of each kind of attention; the others are for test-long."""
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 CONFIGS = {
@@ -131,6 +135,7 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
         *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.exhaustive),
         *cases("triton", "llama", mark=pytest.mark.long),
         *cases("triton", "mistral", "gemma2", "gemma3", "mpt", "phi3-partial", "smollm3", mark=pytest.mark.exhaustive),
+        *cases("triton", "granite", "olmo2", mark=pytest.mark.exhaustive),
     ],
 )
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(
@@ -192,7 +197,21 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
     assert torch.equal(recorded.memory.slab(1), called.memory.slab(1))
     kinds = {"linear", "pointwise", "attention", "sgmv", "likeliest"}
     is_embedded = recorded.decoder.kernel_seconds().keys() == kinds | {"weight_rows"}
-    assert is_embedded or family.startswith("gemma"), "tokens are embedded by a launch of their own"
+    assert is_embedded or family.startswith(("gemma", "granite")), "tokens are embedded by a launch of their own"
+
+
+def test_states_of_a_model_that_divides_its_logits_are_those_of_transformers(
+    tiny_hf_checkpoints, tmp_path: Path
+) -> None:
+    """Draft heads read them, and the head is asked for what they make of them."""
+    directory, ids = tiny_hf_checkpoints["granite"](), list(range(10, 30))
+    served = HandDecoder(directory, {}, tmp_path / "store", "numba")
+    got = served.logits([(None, ids, 0, tuple(range(10)))])[0]
+    with torch.no_grad():
+        want = _oracle_model(directory, None)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+    states = served.decoder.states[:1]
+    torch.testing.assert_close(states[0], want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(served.decoder.logits(states)[0], got, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

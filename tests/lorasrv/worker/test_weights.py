@@ -23,7 +23,7 @@ Tiny = dict[str, Callable[..., Path]]
 NORM = "model.norm.weight"
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3"])
+@pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "olmo2"])
 def checkpoint(request: pytest.FixtureRequest, tiny_hf_checkpoints: Tiny) -> Iterator[Checkpoint]:
     with closing(open_checkpoint(str(tiny_hf_checkpoints[request.param]()))) as opened:
         yield opened

@@ -144,6 +144,7 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.silu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
     pointwise_triton.gelu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
     pointwise_triton.norm_heads_(torch.zeros(2, 48 * 128, dtype=dtype), torch.zeros(128), torch.zeros(128), 8, 1e-5)
+    pointwise_triton.norm_heads_(torch.zeros(2, 7168, dtype=dtype), torch.zeros(5120), torch.zeros(1024), 1, 1e-5)
     pointwise_triton.softcap_(x, 30.0)
 
 

@@ -144,6 +144,8 @@ ROPE_TWO = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 OF_HEADS = {"query_pre_attn_scalar": 24}
+FP32_FACTORS = {"attention_multiplier": 0.375, "residual_multiplier": 0.21875}
+"""Numbers that GGUF's float32 holds exactly."""
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,9 @@ OF_HEADS = {"query_pre_attn_scalar": 24}
         ("ministral3", {}),
         ("phi3", {"sliding_window": 8}),
         ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
+        ("granite", FP32_FACTORS),
+        ("granite", FP32_FACTORS | {"tie_word_embeddings": True}),
+        ("olmo2", {}),
         ("phi3", {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64}),
     ],
 )
@@ -180,11 +185,11 @@ def test_gguf_of_a_family_is_the_same_model(
     ours.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "granite", "olmo2"])
 def test_gguf_undoes_the_permutation_of_q_and_k(
     tiny_hf_checkpoints: Tiny, write_gguf: GgufWriter, tmp_path: Path, family: str
 ) -> None:
-    source = tiny_hf_checkpoints[family](intermediate_size=96, sliding_window=None)
+    source = tiny_hf_checkpoints[family](intermediate_size=96, sliding_window=None, attention_bias=family != "mistral")
     expected, got = map(state_of, (source, write_gguf(source, tmp_path / "m.gguf", "F32")))
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -341,6 +346,10 @@ def test_wrong_names(llama_gguf: Path, tmp_path: Path, old: bytes, new: bytes, e
         ),
         ("llama", "split.count", 2, UnsupportedModel, "split over several files"),
         ("gemma3", "gemma3.attn_logit_softcapping", 50.0, UnsupportedModel, r"attn_logit_softcapping 50\.0 is not"),
+        ("llama", "llama.residual_scale", 0.5, UnsupportedModel, r"residual_scale 0\.5 is not supported"),
+        ("granite", "granite.attention.clamp_kqv", 8.0, UnsupportedModel, r"attention\.clamp_kqv 8\.0 is not"),
+        ("granite", "granite.rope.scaling.finetuned", False, UnsupportedModel, "finetuned False is not supported"),
+        ("olmo2", "olmo2.attention.sliding_window", 4096, UnsupportedModel, "sliding_window 4096 is not supported"),
         (
             "phi3",
             "phi3.rope.scaling.type",

@@ -35,6 +35,7 @@ from lorasrv.worker.decoder import Decoder
 
 Tiny = dict[str, Callable[..., Path]]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "ministral3", "mpt", "phi3", "smollm3")
+FAMILIES += ("granite", "olmo2")
 PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
@@ -156,7 +157,7 @@ class TestRight:
         [
             *((family, {}) for family in ("llama", "gemma3")),
             *(long(family, {}) for family in ("qwen2", "qwen3", "gemma", "gemma2", "phi3")),
-            ("ministral3", {}),
+            *((family, {}) for family in ("ministral3", "granite", "olmo2")),
             ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "mlp_bias": True}),
             *((family, {"rope_parameters": rope, "num_key_value_heads": 4}) for family, rope in ROPES.values()),
         ],
