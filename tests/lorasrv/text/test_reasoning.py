@@ -1,6 +1,5 @@
 """Reasoning: which markers a template has, what a prompt leaves to its answer, and how answers are split."""
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -96,18 +95,6 @@ def test_calls_behind_reasoning_are_read_and_those_within_are_not() -> None:
     parts += read.flush()
     assert joined(parts) == (f"To call {call}?", "See:")
     assert [part for part in parts if isinstance(part, ToolCall)] == [ToolCall("clock", "{}")]
-
-
-def test_long_reasoning_takes_time_in_proportion() -> None:
-    def seconds(times: int) -> float:
-        read, begin = reader(is_open=True), time.process_time()
-        for _ in range(times):
-            read.push("\n")
-        read.push("a")
-        return time.process_time() - begin
-
-    seconds(100)
-    assert seconds(4_000) < 60 * max(seconds(400), 1e-4)
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
