@@ -3,8 +3,8 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +26,22 @@ NUM_WHOLE, NUM_STREAMS = 40, 6
 TOKENS = 200
 
 
+SLOW_STEPS = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000")
+"""No stream of `TOKENS` ends for seconds, however late a test hears that it has begun."""
+
+
 @contextmanager
-def started(model: Path, adapter_dirs: dict[str, Path], *ends: int) -> Iterator[SimpleNamespace]:
-    """Replicas that are to end with these codes, behind an edge."""
+def started(
+    model: Path, adapter_dirs: dict[str, Path], *ends: int, of_first: Sequence[str] = ()
+) -> Iterator[SimpleNamespace]:
+    """Replicas that are to end with these codes, the first with these flags, behind an edge."""
     flags = ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--cluster-secret", SECRET)
     adapters = {"mia": adapter_dirs["two"], "tom": adapter_dirs["one"]}
     with ExitStack() as opened:
-        replicas = [opened.enter_context(serve(*flags, adapters=adapters, ends=code)) for code in ends]
+        replicas = []
+        for number, code in enumerate(ends):
+            more = () if number else of_first
+            replicas.append(opened.enter_context(serve(*flags, *more, adapters=adapters, ends=code)))
         chooser = StaticChooser((), make_placement("bounded"))
         edge = opened.enter_context(edge_of([one.url for one in replicas], chooser=chooser, secret=SECRET))
         yield SimpleNamespace(replicas=replicas, **vars(edge))
@@ -40,8 +49,8 @@ def started(model: Path, adapter_dirs: dict[str, Path], *ends: int) -> Iterator[
 
 @pytest.fixture
 def cluster(model, adapter_dirs) -> Iterator[SimpleNamespace]:
-    """The first is to be killed."""
-    with started(model, adapter_dirs, -signal.SIGKILL, 0) as cluster:
+    """The first is to be killed, in the middle of whatever it answers."""
+    with started(model, adapter_dirs, -signal.SIGKILL, 0, of_first=SLOW_STEPS) as cluster:
         yield cluster
 
 
@@ -130,7 +139,8 @@ def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
         for _ in streams:
             assert begun.acquire(timeout=60)
         wholes = [pool.submit(whole, number) for number in range(NUM_WHOLE)]
-        wholes[2].result()
+        wait(wholes, return_when=FIRST_COMPLETED)
+        eventually(lambda: cluster.edge.stats.sent["r0"])
         victim.signal(signal.SIGKILL)
         answers = [one.result() for one in wholes], [one.result() for one in streams]
     for tokens, texts in zip((8, TOKENS), answers, strict=True):
