@@ -131,11 +131,10 @@ def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
     process.calm_down()
 
 
+@pytest.mark.parametrize("process", ["step-hangs:3s@3"], indirect=True, ids=["slow step"])
 def test_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
     """Not ready at once, new requests refused, the stream to its end, exit code 0."""
-    # Made before: it takes a good part of the time that the stream does.
-    other = httpx2.Client(base_url=process.url, trust_env=False)
-    with other, stream_of(process, 200) as answer:
+    with stream_of(process, 50) as answer, httpx2.Client(base_url=process.url, trust_env=False) as other:
         lines = answer.iter_lines()
         next(lines)
         process.signal(signal.SIGTERM)
@@ -189,7 +188,7 @@ def test_a_step_that_hangs(flags) -> None:
 @pytest.mark.long
 def test_a_request_that_waits_past_the_queue_timeout(flags) -> None:
     """It ends with 504 and never runs; the request that has the only slot is not disturbed."""
-    more = ("--max-num-seqs", 1, "--queue-timeout-s", 0.3, "--testing", "--inject-faults", "step-hangs:1s@5")
+    more = ("--max-num-seqs", 1, "--queue-timeout-s", 0.3, "--testing", "--inject-faults", "step-hangs:3s@5")
     with serve(*flags, *more, ends=0) as served, stream_of(served, 100) as answer:
         lines = answer.iter_lines()
         next(lines)
