@@ -85,7 +85,7 @@ def test_slow_clients(served) -> None:
     served.until(lambda: served.finished("abort") == aborted + 2, within_s=120)
     with never, pytest.raises(ConnectionResetError):
         never.read()
-    listening.join(60)
+    listening.join()
     assert said[-1] == "data: [DONE]"
     assert len(said) > 60
     assert not any('"error"' in line for line in said)
