@@ -45,10 +45,11 @@ Told = list[tuple[str, float]]
 
 
 @pytest.fixture
-def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Told, int]]:
-    """Let this code compile three kernels, then return the progress, and the process's id."""
+def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Told, int]]:
+    """Let this code compile three kernels, then return the progress, and the process's id. The file `told-N` says that
+    progress was told N times; behind the first kernel, another must come within `stalled_s`."""
 
-    def run(code: str) -> tuple[Told, int]:
+    def run(code: str, stalled_s: float = kernel_compiler.STALLED_S) -> tuple[Told, int]:
         told: Told = []
         seen: list[int] = []
         popen = subprocess.Popen
@@ -59,47 +60,55 @@ def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], t
             seen.append(process.pid)
             return process  # type: ignore[no-any-return]
 
+        def tell(what: str, share: float) -> None:
+            told.append((what, share))
+            if share:
+                monkeypatch.setattr(kernel_compiler, "STALLED_S", stalled_s)
+            (folder / f"told-{len(told)}").touch()
+
         monkeypatch.setattr(kernel_compiler.subprocess, "Popen", start)
-        kernel_compiler.compile_missing(KERNELS, lambda *now: told.append(now))
+
+        kernel_compiler.compile_missing(KERNELS, tell)
         return told, seen[0]
 
     return run
 
 
 KEEPS = f"""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
 from sgmv_kernels.cpu_runtime.kernel_cache import ObjectCode, _write
-def keep(*names):
-    for name in names:
-        _write(Path(%r) / name, ObjectCode(name, (), b"code"))
+folder = Path(%r)
+def keep(name, times):
+    _write(folder / name, ObjectCode(name, (), b"code"))
+    while not (folder / f"told-{{times}}").exists():
+        time.sleep(0.01)
 """
 
 
 def test_progress_rises_with_the_kernels_that_are_there(compiled, folder: Path, caplog) -> None:
     names = [".".join(kernel) for kernel in KERNELS]
-    told, _ = compiled(KEEPS % str(folder) + f"for name in {names}: keep(name); time.sleep(0.5)")
+    told, _ = compiled(KEEPS % str(folder) + f"for at, name in enumerate({names}): keep(name, at + 2)")
     assert {what for what, _ in told} == {"compiling 3 kernels, once on this machine"}
     assert [round(3 * share, 6) for _, share in told] == [0, 1, 2, 3]
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("end", "why"),
+    ("end", "stalled_s", "why"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "the one for it ended with code -9: it said nothing"),
-        ("raise ImportError('no numba')", "the one for it ended with code 1: ImportError: no numba"),
-        ("time.sleep(600)", "no other has compiled one for 10 s"),
+        ("os.kill(os.getpid(), 9)", 100.0, "the one for it ended with code -9: it said nothing"),
+        ("raise ImportError('no numba')", 100.0, "the one for it ended with code 1: ImportError: no numba"),
+        ("time.sleep(600)", 1.0, "no other has compiled one for 1 s"),
     ],
 )
 def test_a_process_that_fails_leaves_the_rest_to_this_one(
-    compiled, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, end: str, why: str
+    compiled, folder: Path, caplog: pytest.LogCaptureFixture, end: str, stalled_s: float, why: str
 ) -> None:
-    monkeypatch.setattr(kernel_compiler, "STALLED_S", 10.0)
     begun = time.monotonic()
     with caplog.at_level(logging.INFO):
-        told, pid = compiled(KEEPS % str(folder) + f"keep('pointwise.norm')\n{end}")
+        told, pid = compiled(KEEPS % str(folder) + f"keep('pointwise.norm', 2)\n{end}", stalled_s)
     assert time.monotonic() - begun < 120
     assert caplog.messages == [f"2 kernels are compiled in this process, as {why}"]
     assert kernel_cache.missing(KERNELS, folder) == [KERNELS[0], KERNELS[2]]
