@@ -91,6 +91,12 @@ class Team:
         """Let other threads use the team."""
         self._in_use.release()
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a region was opened and is not complete yet."""
+        # Its `OPEN` is a large number.
+        return bool(self._words[STATE] > 1 << 32)
+
     def open(self, items: int, count: int, clock: int) -> None:
         """Let the other threads begin with `count` launches.
 
@@ -115,8 +121,7 @@ class Team:
 
     def close(self) -> None:
         """End the other threads when the region that may be open is complete. No other may be opened."""
-        # Its `OPEN` is a large number.
-        while self._helpers and self._words[STATE] > 1 << 32:
+        while self._helpers and self.is_open:
             time.sleep(1e-3)
         self._words[STOP] = 1
         for number, helper in enumerate(self._helpers, 1):
