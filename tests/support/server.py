@@ -26,7 +26,7 @@ from lorasrv.models.lora_sites import base_shapes
 CALM_SECONDS = 30.0
 
 
-def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], within_s: float = CALM_SECONDS) -> None:
     """Wait until `condition` holds. Raises: AssertionError: it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -45,7 +45,7 @@ def listening(app: Any, **options: Any) -> Iterator[SimpleNamespace]:
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), name="event loop")
     thread.start()
     try:
-        eventually(lambda: running.started, CALM_SECONDS)
+        eventually(lambda: running.started)
         yield SimpleNamespace(port=listener.getsockname()[1], thread=thread, state=running.server_state)
     finally:
         running.should_exit = True
@@ -88,5 +88,5 @@ def server(
             served = SimpleNamespace(http=http, url=str(http.base_url).rstrip("/"), engine=engine, store=store)
             served.thread, served.held, served.draining = running.thread, held, app.state.services.draining
             served.post = lambda path, **body: http.post(path, json=body)
-            served.calm_down = lambda: eventually(lambda: not any(held().values()), CALM_SECONDS)
+            served.calm_down = lambda: eventually(lambda: not any(held().values()))
             yield served

@@ -65,5 +65,5 @@ def test_unknown_references_name_their_neighbours(store: AdapterStore) -> None:
 def test_resolving_never_waits_for_a_writer(store: AdapterStore) -> None:
     ref = add(store, "mia").ref
     with ThreadPoolExecutor(1) as pool, store._lock:
-        assert pool.submit(store.resolve, "mia").result(timeout=2) == ref
-        assert pool.submit(store.list_adapters).result(timeout=2)
+        assert pool.submit(store.resolve, "mia").result(timeout=30) == ref
+        assert pool.submit(store.list_adapters).result(timeout=30)

@@ -52,13 +52,13 @@ def test_holding_one_adapter_never_waits_for_what_is_done_to_another(action: str
         "delete": lambda: store.delete("mia"),
     }
     with during_commit(store, actions[action]) as pool:
-        assert pool.submit(store.hold, key).result(timeout=5).key == key
+        assert pool.submit(store.hold, key).result(timeout=30).key == key
 
 
 def test_a_hold_while_its_deletion_is_committed_keeps_the_bytes(store: AdapterStore) -> None:
     key = add(store, "mia").ref.key
     with during_commit(store, lambda: store.delete("mia")) as pool:
-        hold = pool.submit(store.hold, key).result(timeout=5)
+        hold = pool.submit(store.hold, key).result(timeout=30)
     assert not store.is_named(key)
     assert store.load(key).spec.key == key
     assert store.collector.collect() == 0
@@ -73,7 +73,7 @@ def test_a_hold_while_its_content_is_dropped_is_refused(fails: bool, store: Adap
     """If the disk refuses to drop the content, it can be held again."""
     key = add(store, "mia").ref.key
     with during_commit(store, lambda: store.delete("mia"), number=2, fails=fails) as pool:
-        refused = pool.submit(store.hold, key).exception(timeout=5)
+        refused = pool.submit(store.hold, key).exception(timeout=30)
         assert isinstance(refused, AdapterNotFound)
     if fails:
         hold = store.hold(key)

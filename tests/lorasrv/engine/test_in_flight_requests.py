@@ -25,7 +25,7 @@ async def test_waiting_ends_with_the_last_choice(engine, keys) -> None:
     assert await until_unused("one", [1], 0.0) == 1
     assert await until_unused("one", [1], PATIENCE_S) == 0
     for stream in streams:
-        assert await asyncio.wait_for(collect(stream), 0.1)
+        assert await asyncio.wait_for(collect(stream), PATIENCE_S)
     assert await until_unused("uno", [1], 0.0) == 1
     await engine.shutdown()
     assert await until_unused("uno", [1], 0.0) == 0
