@@ -1,4 +1,4 @@
-"""Tokens that adapters have beyond the base's: the tokenizer.json of an upload, and what contents keep of it."""
+"""Tokens that adapters add to the base's: read from an upload's tokenizer.json, and stored with the content."""
 
 import hashlib
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from adapter_store.storage.pending_uploads import PendingUploads
 
 
 class AddedTokens:
-    """Read tokens of adapters' own. Safe to use from many threads.
+    """Read the tokens that adapters add. Safe to use from many threads.
 
     Args:
         blobs: weights, and tokenizers until they are read.
         leases: keep a blob while it is read.
-        pending_uploads: tells whose uploads are waited for.
-        compositions: sums, which have no tokens of their own.
+        pending_uploads: tells which principal's uploads are pending.
+        compositions: sums, which add no tokens.
         find: returns a content by its key; raises AdapterNotFound if it was deleted.
         check_owner: raises StoreFollows where changes are made elsewhere, or StoreUnusable once the store is closed.
     """
@@ -40,7 +40,7 @@ class AddedTokens:
         self._compositions, self._find, self._check_owner = compositions, find, check_owner
 
     def of(self, key: AdapterKey) -> tuple[AddedToken, ...]:
-        """Return the tokens that a content has of its own, which were checked at its upload; a sum has none.
+        """Return the tokens that a content adds, which were checked at its upload; a sum adds none.
 
         Raises:
             AdapterNotFound: it was removed.
@@ -50,10 +50,10 @@ class AddedTokens:
         return tuple(read_added_tokens(self._find(key).config, ProblemList()))
 
     def read_upload(self, digest: str, max_bytes: int, *, principal: str = ANONYMOUS, is_known: bool = True) -> bytes:
-        """Return the tokenizer that was uploaded under a digest, which is then no longer waited for.
+        """Return the tokenizer that was uploaded under a digest; the upload is no longer pending afterwards.
 
         Args:
-            is_known: as of `AdapterStore.register`.
+            is_known: as in `AdapterStore.register`.
 
         Raises:
             InvalidDigest, BlobNotFound: there is no such upload.

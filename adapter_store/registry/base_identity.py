@@ -1,10 +1,10 @@
 """Identity of the base that a store was filled for: its shapes and a sample of weights that survives quantization.
 
-The shapes that adapters are checked against (family, layers, linears) are compared exactly. Of the weights, only
-numbers that every file of one model contains can be compared: quantization rounds linears and embeddings differently
-each time, but leaves norms in floating point, at worst in bfloat16. The caller therefore samples a norm, and two
-samples agree if no number differs by more than that rounding. Training that changes a norm by one unit of bfloat16 is
-noticed; training of linears alone (a merged adapter) is not.
+The shapes that adapters are checked against (family, layers, linears) are compared exactly. Only some weights can be
+compared: each quantization rounds linears and embeddings differently, but leaves norms in floating point, at worst in
+bfloat16. The caller therefore samples a norm, and two samples agree if no number differs by more than rounding to
+bfloat16. Training that changes a norm by one unit of bfloat16 is noticed; training of linears alone (a merged adapter)
+is not.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from adapter_store.spec import BaseShapes
 MAX_SAMPLES = 512
 MAX_NUMBER = 3.5e38
 _SHAPES = re.compile("([0-9a-f]{64})?")
-# Rounding to bfloat16 changes a number by up to 2^-8 of itself; what was rounded to float16 before, by 2^-11 more.
+# Rounding to bfloat16 changes a number by up to 2^-8 of itself; an earlier rounding to float16 adds 2^-11.
 TOLERANCE = 2**-8 + 2**-11
 
 
@@ -95,10 +95,10 @@ def check_same_base(ours: BaseIdentity, theirs: str) -> None:
     """Check that adapters of another store fit this base.
 
     Args:
-        theirs: the base that they were checked for, as text.
+        theirs: the base that those adapters were checked for, as text.
 
     Raises:
-        StoreUnusable: they are of another base; says in what they differ.
+        StoreUnusable: they are of another base; the message says how the bases differ.
     """
     try:
         other = BaseIdentity.from_text(theirs)
@@ -119,7 +119,7 @@ def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], o
     """Bind a store to this base; rebind one filled for another only if accepted and `check` passes every adapter.
 
     Raises:
-        StoreUnusable: it has adapters of another base; names the first that does not fit, with its reason.
+        StoreUnusable: it has adapters of another base; the message names the first that does not fit, and why.
     """
     filled = not index.is_empty()
     before = stored_base(index)

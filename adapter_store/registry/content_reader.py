@@ -56,7 +56,7 @@ class ContentReader:
         self._newest: LRUCache[AdapterKey, _Checked] = LRUCache(NUM_NEWEST_CHECKED)
 
     def check(self, config: Mapping[str, object], digest: str, **terms: Any) -> CheckedAdapter:
-        """Check whether a blob and a config are an adapter of this base; `terms` as of `check_adapter`.
+        """Check whether a blob and a config are an adapter of this base; `terms` as in `check_adapter`.
 
         Raises:
             AdapterInvalid: with every problem found.
@@ -120,7 +120,7 @@ class ContentReader:
         try:
             return self._blobs.open(content.weights_digest)
         except BlobNotFound:
-            self._find(content.key)  # if it was deleted meanwhile, report that instead of corruption
+            self._find(content.key)  # if the content was deleted meanwhile, report that instead of corruption
             digest = content.weights_digest[:12]
             raise AdapterCorrupt(f"stored weights sha256:{digest} are gone; upload the same file again") from None
 

@@ -1,6 +1,6 @@
 """The store's SQLite connection: durable, strict, migrated to the newest layout, every change a transaction.
 
-This module keeps the layouts that the file has had and the migrations from older ones.
+This module also has the earlier layouts of the file and the migrations from them.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ CREATE TABLE verdicts (
     key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
 ) STRICT;
 """
-# `config` is the last column because it may be long: SQLite reads through it to reach the columns behind.
+# `config` is the last column because it may be long: SQLite reads through it to reach later columns.
 # Config, report and verdict belong to one version: versions of other uploaders may share the content.
 _UPLOADS_VERDICTS = """
 CREATE TABLE uploads (
@@ -48,8 +48,8 @@ CREATE TABLE verdicts (
     PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
 ) STRICT;
 """
-# Up to layout 3, config and report were the first uploader's, whose version is as old as the content. Every other
-# version gets them without the name of that uploader's base. A verdict names the version it was found for.
+# Up to layout 3, a content had the config and report of its first uploader, whose version has the content's creation
+# time. Every other version gets a copy without the name of that uploader's base. A verdict names its version.
 _SHARE_OUT = f"""
 ALTER TABLE verdicts RENAME TO verdicts_of_contents;
 {_UPLOADS_VERDICTS}
@@ -70,8 +70,8 @@ ALTER TABLE contents DROP COLUMN report;
 _FORMS = """
 ALTER TABLE contents ADD COLUMN stored TEXT NOT NULL DEFAULT 'bf16';
 """
-# A version may have defaults, and then needs no weights. Only the digest of defaults is shown to others than their
-# owner, so it is keyed: a guess cannot be compared with it.
+# A version may have defaults, and then needs no weights. Principals other than the owner see only the digest of the
+# defaults. It is keyed, so that a guess cannot be compared with it.
 _PERSONAS = """
 CREATE TABLE personas (
     adapter_id TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL, defaults TEXT NOT NULL,
@@ -87,7 +87,7 @@ CREATE TABLE versions (
 ) STRICT;
 CREATE INDEX versions_by_key ON versions (key);
 """
-# The new table has the old one's name when it is made, so that other tables' references mean it.
+# The new table is created under the old one's name, so that other tables' references point to it.
 _KEYS_OPTIONAL = f"""
 CREATE TEMP TABLE old_versions AS SELECT * FROM versions;
 DROP TABLE versions;
@@ -96,9 +96,9 @@ INSERT INTO versions SELECT * FROM old_versions;
 DROP TABLE old_versions;
 {_PERSONAS}
 """
-# Each transaction that changes ids gives them the next revision, and a deleted id keeps its row. `feed` has a row for
-# every time that the file was opened and changed, with a random name: a revision of another history, as after a
-# restored backup, is told by it. `followed` has one row in a follower's index: how far it has followed which history.
+# Each transaction that changes ids gives them the next revisions, and a deleted id keeps its row. `feed` gets a row
+# with a random name each time that the file is opened and then changed: after a backup was restored, equal revisions
+# have different names. `followed` has one row in a follower's index: the history and revision that it has reached.
 _FEED = """
 ALTER TABLE last_versions ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
 UPDATE last_versions SET revision = rowid;
@@ -153,14 +153,14 @@ def sql_errors() -> Iterator[None]:
 
 
 def check_index(path: Path) -> None:
-    """Check, without changing it, that a store could open this index; one that is missing is created then.
+    """Check, without changing it, that a store could open this index. A missing one is fine: opening creates it.
 
     Raises:
         StoreUnusable: it is no database, or has an unknown layout.
     """
     if not path.exists():
         return
-    # Without a log there is nothing to read but the file, and reading it leaves no log behind.
+    # Without a log, only the file needs to be read; "immutable" keeps SQLite from creating a log.
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     with sql_errors(), contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True)) as db:
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -203,7 +203,7 @@ class Database:
         elif version in MIGRATIONS:
             self._change_layout("".join(MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)))
         with sql_errors():
-            # Only now: to a migration that makes a table again, its removal would remove what refers to it.
+            # After the migrations: dropping a table, to create it again, would delete the rows that refer to it.
             self._db.execute("PRAGMA foreign_keys = ON")
 
     def _change_layout(self, statements: str) -> None:

@@ -1,10 +1,10 @@
-"""Feed of an index: what changed after a revision, as rows of the ids concerned, and how a follower takes it over.
+"""Feed of an index: the rows of ids that changed after a revision, and how a follower applies them.
 
-A change gives its ids the next revisions, in the same transaction. A page holds the present state of ids, in the order
-of their last change: an id that changed twice is in it once, and one that was deleted with nothing but its last version
-number. A follower therefore may miss states, never the last one, and may see a page twice. What it has is named by the
-last page's revision and history; a history ends when a store is restored from a backup, and then, or without any, the
-pages begin again from the first id.
+A change gives its ids the next revisions, in the same transaction. A page holds the current state of ids, in the order
+of their last change. An id that changed twice is in it once; a deleted id has only its last version number. A follower
+may therefore miss earlier states, but never the last one, and it may receive a page twice. Its position is the history
+and revision of its last page. A history ends when a store is restored from a backup. A follower with another history,
+or with none, gets pages from the first id again.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from adapter_store.spec import AdapterId
 
 PAGE_IDS = 1000
 PAGE_CHARS = 32 << 20
-"""Characters of texts after which a page names no more ids: both sides hold all of it in memory."""
+"""Characters of text after which a page ends: both sides hold a page in memory."""
 _CHARS_OF = """
     (SELECT coalesce(sum(length(report) + 2 * length(config)), 0) FROM uploads WHERE adapter_id = changed.adapter_id)
     + (SELECT coalesce(sum(length(defaults)), 0) FROM personas WHERE adapter_id = changed.adapter_id)
 """
 _OF_IDS = "FROM last_versions JOIN {table} AS row USING (adapter_id) WHERE revision > ? AND revision <= ?"
 _FORGOTTEN = -1
-"""Revision of the ids of a follower that the pages after a new beginning have not named yet."""
+"""Revision, in a follower, of the ids that the feed has not named since it began again."""
 
 
 def is_followed(path: Path) -> bool:
-    """Return whether the index in this file follows another, also while a server uses it; False if there is none.
+    """Return whether the index in this file follows another; False if there is no file. A server may be using it.
 
     Raises:
         StoreUnusable: it cannot be read.
@@ -54,7 +54,7 @@ class ChangeFeed(Database):
 
     @property
     def revision(self) -> int:
-        """Return the revision of the last change; any thread may ask, without the store's lock."""
+        """Return the revision of the last change. Any thread may call, without the store's lock."""
         return self._last
 
     def _read_revision(self) -> int:
@@ -63,7 +63,7 @@ class ChangeFeed(Database):
         return found
 
     def listen(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Call a function after every change, in the thread that made it; return how to stop that."""
+        """Call a function after every change, in the thread that made it; return a function that stops this."""
         self._listeners = [*self._listeners, listener]
 
         def stop() -> None:
@@ -73,7 +73,7 @@ class ChangeFeed(Database):
 
     @contextlib.contextmanager
     def _changing(self, *adapter_ids: AdapterId) -> Iterator[None]:
-        """Change rows of ids in one transaction, which gives them the next revisions."""
+        """Wrap a change of these ids in one transaction, which also gives them the next revisions."""
         with self._transaction():
             yield
             last = self._read_revision()
@@ -99,10 +99,10 @@ class ChangeFeed(Database):
             return Position(self._history_at(last), last)
 
     def changes(self, after: Position | None, limit: int = PAGE_IDS) -> FeedPage:
-        """Return the next page after a position; the first one if that is not of this index's history.
+        """Return the next page after a position, or the first page if the position is not in this index's history.
 
         Args:
-            limit: most ids in it.
+            limit: most ids in the page.
         """
         with sql_errors():
             last = self._read_revision()
@@ -155,7 +155,7 @@ class ChangeFeed(Database):
 
     @contextlib.contextmanager
     def following(self, page: FeedPage) -> Iterator[None]:
-        """Take over a page, in one transaction that is committed at the end of the `with` block."""
+        """Apply a page, in one transaction that is committed at the end of the `with` block."""
         with self._transaction():
             if page.is_first:
                 self._db.execute("UPDATE last_versions SET revision = ?", (_FORGOTTEN,))
@@ -174,7 +174,7 @@ class ChangeFeed(Database):
             yield
 
     def mark_followed(self) -> None:
-        """Make this index one that follows another, which it has not seen yet."""
+        """Make this index a follower that has received no page yet."""
         with self._transaction():
             self._db.execute("INSERT INTO followed VALUES ('', 0)")
 

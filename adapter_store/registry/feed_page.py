@@ -1,7 +1,7 @@
-"""Page of a feed (`registry/feed.py`): rows of the ids that changed, every value of which is checked as it arrives.
+"""Page of a feed (`registry/feed.py`): rows of the ids that changed; every value is checked on arrival.
 
-A follower trusts what its registry says about adapters. But a page that another version, a proxy or a fault has made is
-refused as a whole: of what it names, digests become paths, and texts are parsed by whoever asks for an adapter.
+A follower trusts what its registry says about adapters. A malformed page, as from another version, a proxy or a fault,
+is still refused as a whole, because its digests become paths and its texts are parsed later, during requests.
 """
 
 import json
@@ -15,11 +15,11 @@ from adapter_store.registry.references import check_adapter_id, check_digest
 from adapter_store.spec import FORMS, AdapterId
 
 CONTENTS = "contents"
-"""Table of the contents that rows of versions name."""
+"""Table of the contents that the rows of versions refer to."""
 MAX_INTEGER = 2**62
 MAX_NUMBER = 1e18
 WRONG = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""Errors of reading what is not as this version writes it."""
+"""Errors that reading malformed data may raise."""
 _Check = Callable[[Any], object]
 
 
@@ -70,7 +70,7 @@ def _form(value: Any) -> None:
     _is(value in FORMS)
 
 
-# In the order of the columns, and tables in an order in which rows can be inserted.
+# Checks are in the order of the columns, tables in an order in which rows can be inserted.
 _VERSION: tuple[_Check, ...] = (_name, _integer)
 _COLUMNS: Mapping[str, tuple[_Check, ...]] = {
     CONTENTS: (_digest, _digest, _object, _number, _form),
@@ -84,12 +84,12 @@ _COLUMNS: Mapping[str, tuple[_Check, ...]] = {
     "adapter_limits": (_name, _numbers),
 }
 TABLES = tuple(table for table in _COLUMNS if table != CONTENTS)
-"""Tables with rows of ids, which are their first column, in an order in which rows can be inserted."""
+"""Tables whose first column is the id, in an order in which rows can be inserted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Say how far a history was followed: up to this revision."""
+    """Name a history and the last revision received from it."""
 
     history: str
     revision: int
@@ -104,9 +104,9 @@ class FeedPage:
     layout: int
     # Base that the adapters were checked for (`BaseIdentity.to_text`).
     base: str
-    # Whether the pages begin again: ids that they do not name are gone.
+    # Whether the feed begins again with this page: ids that it does not name from here on are gone.
     is_first: bool
-    # Whether nothing had changed after it when it was read.
+    # Whether no later change existed when the page was read.
     is_last: bool
     # Id, its last version number and its revision.
     ids: list[tuple[AdapterId, int, int]]
@@ -121,7 +121,7 @@ class FeedPage:
         """Parse the output of `to_dict` from bytes that another server has sent.
 
         Raises:
-            StoreUnusable: it is none, or of another layout.
+            StoreUnusable: they are not a page, or are of another layout.
         """
         try:
             if values["layout"] != SCHEMA_VERSION:

@@ -1,4 +1,4 @@
-"""Garbage collection of a store that is open: contents that no version refers to, and weights that none ever did."""
+"""Garbage collection of an open store: contents that no version refers to, and weights that no content refers to."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 
 
 class GarbageCollector:
-    """Remove what nothing needs any more. Safe to use from many threads.
+    """Remove contents and weights that are no longer needed. Safe to use from many threads.
 
     Args:
         lock: the store's lock.
@@ -28,7 +28,7 @@ class GarbageCollector:
         refcounts: tells which contents are held.
         leases: tells which weights are being registered.
         pending_uploads: tells which weights may still be registered.
-        unreferenced: counts what is left.
+        unreferenced: sums the bytes of weights that no content refers to.
         quarantine: forgets contents that are removed.
         check_open: raises StoreUnusable once the store is closed.
     """
@@ -58,7 +58,7 @@ class GarbageCollector:
     def collect(self) -> int:
         """Remove contents that no version refers to and nothing holds, with their weights; return how many.
 
-        A deletion calls it; contents that were held then are removed by a later call.
+        Called by each deletion; contents held at that time are removed by a later call.
         """
         with self._lock:
             self._check_open()
@@ -76,13 +76,13 @@ class GarbageCollector:
     def remove_orphans(
         self, age_s: float = UNREFERENCED_BLOB_AGE_S, max_bytes: int = UNREFERENCED_BYTES
     ) -> SweepSummary:
-        """Remove weights that nothing refers to: those uploaded more than `age_s` seconds ago and, while the rest takes
-        more than `max_bytes`, the oldest that are not about to be registered.
+        """Remove weights that nothing refers to: those uploaded more than `age_s` seconds ago, then the oldest that are
+        not about to be registered, until the rest takes at most `max_bytes`.
 
         Raises:
             StoreUnusable: the disk refused; the next call continues.
         """
-        # Thousands of files are examined outside the lock, which requests wait for; few of them are removed.
+        # Requests wait for the lock, so thousands of files are examined without it; few of them are removed.
         files = self._blobs.oldest_first()
         self._pending_uploads.forget_above(max_bytes)
         with self._lock:

@@ -1,9 +1,8 @@
 """The store's index: versions, aliases and limits of every id, and the content and origin of each version.
 
-A content (one AdapterKey) is written once and shared by every version that refers to it. Everything else belongs to
-the one version it was uploaded with: the config as sent, the report, the verdict, the defaults. Version numbers are
-never reused, not even after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the
-store's lock.
+A content (one AdapterKey) is written once and shared by every version that refers to it. Everything else belongs to one
+version: the config as sent, the report, the verdict, the defaults. Version numbers are never reused, not even after an
+id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the store's lock.
 """
 
 import hashlib
@@ -30,8 +29,8 @@ _NO_WEIGHTS = '{"rank_max": 0, "weights_bytes": 0}'
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Describe one immutable content: the weights' digest, as JSON the config fields that decide the result, and the
-    form.
+    """Describe one immutable content: the weights' digest, the form and, as JSON, the config fields that decide the
+    result.
     """
 
     key: AdapterKey
@@ -49,7 +48,7 @@ class Content:
 class Upload:
     """Describe the origin of one version: its content and, as JSON, the config as sent and the report as answered.
 
-    Other versions of the content have their own, perhaps of another uploader.
+    Other versions of the content have their own origin, perhaps from another uploader.
     """
 
     content: Content
@@ -108,11 +107,11 @@ class Index(ChangeFeed):
         return self._records(*(("WHERE adapter_id = ?", (adapter_id,)) if adapter_id is not None else ("", ())))
 
     def checked_records(self) -> dict[AdapterId, AdapterRecord]:
-        """Return every id with its versions, as a store needs them that is opened: an earlier version may have taken
-        over rows that this one cannot read.
+        """Return every id with its versions, for a store that is being opened, after checking every row: an earlier
+        lorasrv may have accepted rows that this one cannot read.
 
         Raises:
-            StoreUnusable: there is one, or a digest, which becomes a path, that is none.
+            StoreUnusable: a row cannot be read, or has a malformed digest (digests become paths).
         """
         try:
             for digest in self.referenced_digests():
@@ -125,7 +124,7 @@ class Index(ChangeFeed):
             raise StoreUnusable(f"its index has a row that cannot be read ({error!r:.200}): {fix}") from error
 
     def changed_since(self, revision: int) -> dict[AdapterId, AdapterRecord | None]:
-        """Return the ids that changed after a revision with their versions; None for those that were deleted."""
+        """Return the ids that changed after a revision, with their versions; None for deleted ids."""
         changed = "SELECT adapter_id FROM last_versions WHERE revision > ?"
         with sql_errors():
             names = [AdapterId(name) for (name,) in self._db.execute(changed, (revision,))]
@@ -171,7 +170,7 @@ class Index(ChangeFeed):
         return Content(key, *row) if row is not None else None
 
     def upload(self, adapter_id: AdapterId, version: int) -> Upload | None:
-        """Return the origin of a version's weights, or None if there is no such version, or it has none."""
+        """Return the origin of a version's weights, or None if there is no such version or it has no weights."""
         query = (
             "SELECT key, weights_digest, contents.config, stored, uploads.config, report "
             "FROM uploads JOIN versions USING (adapter_id, version) JOIN contents USING (key) "
@@ -182,20 +181,20 @@ class Index(ChangeFeed):
         return Upload(Content(*row[:4]), *row[4:]) if row is not None else None
 
     def defaults(self, adapter_id: AdapterId, version: int) -> str | None:
-        """Return a version's defaults as they were given, or None."""
+        """Return a version's defaults as they were sent, or None."""
         query = "SELECT defaults FROM personas WHERE adapter_id = ? AND version = ?"
         with sql_errors():
             row = self._db.execute(query, (adapter_id, version)).fetchone()
         return row[0] if row is not None else None
 
     def all_defaults(self) -> dict[tuple[AdapterId, int], str]:
-        """Return the defaults of each version that has some."""
+        """Return the defaults of every version with defaults."""
         with sql_errors():
             rows = self._db.execute("SELECT adapter_id, version, defaults FROM personas")
             return {(adapter_id, version): defaults for adapter_id, version, defaults in rows}
 
     def persona_digest(self, adapter_id: AdapterId, principal: str, key: AdapterKey | None, defaults: str) -> str:
-        """Return the keyed digest of defaults and weights: equal in this store, for this id and owner alone."""
+        """Return the keyed digest of defaults and weights, comparable only within a store, an id and an owner."""
         with sql_errors():
             secret: str = self._db.execute("SELECT hex FROM persona_key").fetchone()[0]
         facts = json.dumps([adapter_id, principal, key, defaults])
@@ -241,7 +240,7 @@ class Index(ChangeFeed):
         return found
 
     def owners(self, adapter_id: AdapterId | None = None) -> dict[tuple[AdapterId, int], str]:
-        """Return the principal of each version that has one other than "anonymous", or of those of one id."""
+        """Return the principals of versions, without "anonymous": of all versions, or of one id's."""
         where, values = ("", ()) if adapter_id is None else (" WHERE adapter_id = ?", (adapter_id,))
         with sql_errors():
             rows = self._db.execute(f"SELECT adapter_id, version, principal FROM owners{where}", values)
@@ -270,12 +269,12 @@ class Index(ChangeFeed):
         principal: str = ANONYMOUS,
         admit: Callable[[], None] = lambda: None,
     ) -> tuple[int, bool, AdapterRecord]:
-        """Point the id, and the alias, to this content with these defaults, adding a version unless the id has had
-        both together before. Defaults of another owner are not told from unknown ones.
+        """Point the id, and the alias, to this content with these defaults. A version is added unless the id already
+        has one with both. A version whose defaults have another owner does not count.
 
         Args:
-            upload: the weights; None: none.
-            defaults: as JSON; "": none.
+            upload: the weights, or None.
+            defaults: JSON, or "" for no defaults.
             admit: called before a version is added; nothing changes if it raises.
 
         Returns:
@@ -335,7 +334,7 @@ class Index(ChangeFeed):
         self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
 
     def _find_version(self, adapter_id: AdapterId, key: AdapterKey | None, defaults: str, principal: str) -> int | None:
-        """Return the version with this content and these defaults; defaults are found by their owner alone."""
+        """Return the version with this content and these defaults; only the owner of defaults finds them."""
         query = (
             "SELECT max(version) FROM versions LEFT JOIN personas USING (adapter_id, version) "
             "LEFT JOIN owners USING (adapter_id, version) "
@@ -387,7 +386,7 @@ class Index(ChangeFeed):
             )
 
     def change(self, adapter_id: AdapterId, change: Change) -> AdapterRecord:
-        """Apply a change to an existing id, whose versions were checked, and return the new record."""
+        """Apply a change to an existing id and return the new record. The caller has checked the change's versions."""
         with self._changing(adapter_id):
             if change.version is not None:
                 self._set_current(adapter_id, change.version)
@@ -423,7 +422,7 @@ class Index(ChangeFeed):
         The id moves to its highest remaining version, or is removed.
 
         Returns:
-            What is left of the id, and the contents that no version refers to any more.
+            The id's new record (None if it was removed), and the contents that no version refers to any more.
         """
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in deleted]
         with self._changing(adapter_id):
@@ -454,7 +453,7 @@ class Index(ChangeFeed):
             return {key for (key,) in rows}
 
     def record_verdict(self, adapter_id: AdapterId, version: int, verdict: Mapping[str, object]) -> None:
-        """Replace the verdict about an existing version."""
+        """Store the verdict about an existing version, replacing an earlier one."""
         row = (adapter_id, version, json.dumps(dict(verdict), allow_nan=False), time.time())
         with self._changing(adapter_id):
             self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", row)

@@ -1,4 +1,4 @@
-"""The names of a store as others follow them, or as it follows those of another."""
+"""Replication of names between stores: the changes that an owner sends, and how a follower applies them."""
 
 import logging
 import threading
@@ -20,8 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Say what a page changed: ids that look different, those of their versions that are gone, and the contents of
-    these that no version refers to any more.
+    """Describe what a page changed: the changed ids, their versions that are gone, and the contents of these versions
+    that no version refers to any more.
     """
 
     ids: frozenset[AdapterId] = frozenset()
@@ -30,20 +30,20 @@ class Followed:
 
 
 class NameFeed:
-    """Give pages of changes, or take them over. Safe to use from many threads.
+    """Return pages of changes, or apply them. Safe to use from many threads.
 
     Args:
         lock: the store's lock.
         index: the store's index.
-        names: what requests are resolved with.
-        refcounts: what may be held.
+        names: the name table that resolves references.
+        refcounts: the contents that may be held.
         identity: this store's base.
-        reserved: ids that no adapter may have; those that the origin gave are not shown.
-        follows: address of the store that is followed; None: this one owns its names.
+        reserved: ids that no adapter may have; adapters of the origin with such ids are hidden.
+        follows: address of the store that this one follows; None if it owns its names.
         check_open: raises StoreUnusable once the store is closed.
 
     Raises:
-        StoreUnusable: the index is of the other side, an owner's or a follower's.
+        StoreUnusable: the index is a follower's where an owner's is needed, or the reverse.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class NameFeed:
         self._lock, self._index, self._names, self._refcounts = lock, index, names, refcounts
         self._identity, self._reserved, self._check_open = identity, frozenset(reserved), check_open
         self.follows = follows
-        # A follower's: the revision that its names show, and the reserved ids that its origin has.
+        # In a follower: the revision that its names show, and the hidden ids of the origin (reserved here).
         self._shown = -1
         self._hidden: set[str] = set()
         _check_side(index, follows is not None)
 
     @property
     def revision(self) -> int:
-        """Return the revision that the names show, the origin's for a follower; -1 until they are complete."""
+        """Return the revision that the names show; in a follower the origin's, or -1 until the names are complete."""
         return self._index.revision if self.follows is None else self._shown
 
     def listen(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Call a function after every change, in the thread that made it; return how to stop that."""
+        """Call a function after every change, in the thread that made it; return a function that stops this."""
         return self._index.listen(listener)
 
     def changes(self, after: Position | None, limit: int = PAGE_IDS) -> FeedPage:
@@ -87,32 +87,32 @@ class NameFeed:
             return self._index.head()
 
     def position(self) -> Position | None:
-        """Return how far the origin was followed."""
+        """Return the position that this follower has reached; None if it has no page yet."""
         with self._lock:
             self._check_open()
             return self._index.position()
 
     def take(self, page: FeedPage) -> Followed:
-        """Take over a page, completely or not at all. The caller holds the store's lock.
+        """Apply a page, completely or not at all. The caller holds the store's lock.
 
-        Names change with the last page, all at once: before, some of what a page names may be older than the rest.
+        Names change all at once, with the last page: until then, the pages received may be of different ages.
 
         Raises:
-            StoreUnusable: the adapters are for another base, or the page cannot be what an index of them holds.
-            StoreFull: the disk refused. In every case nothing changed.
+            StoreUnusable: the adapters are for another base, or the page's rows are inconsistent.
+            StoreFull: the disk is full. After any error nothing has changed.
         """
         self._check_open()
         check_same_base(self._identity, page.base)
         shown = -1 if page.is_first else self._shown
         changed = self._follow(page, shown)
-        # Before a name leads to them.
+        # Before a name resolves to these contents.
         self._refcounts.add([AdapterKey(key) for key, *_ in page.rows[CONTENTS]])
         self._shown = shown
         if not page.is_last:
             return Followed()
         changed = self._without_reserved(changed)
         if self._shown < 0:
-            # From the beginning: what is gone has no row that says so.
+            # The feed began again, and its pages do not list ids that are gone.
             changed |= dict.fromkeys(self._names.records.keys() - changed.keys())
         before, gone = self._names.records, self._gone(changed)
         self._names.update(changed)
@@ -122,9 +122,9 @@ class NameFeed:
         return Followed(frozenset(changed), gone, unnamed)
 
     def _follow(self, page: FeedPage, shown: int) -> dict[AdapterId, AdapterRecord | None]:
-        """Return what changed after the revision that is shown, or with a page that is not the last.
+        """Apply a page to the index; return the ids changed since revision `shown`, or by a page that is not the last.
 
-        It is read before the page is committed: an index that cannot be read would not open again.
+        They are read before the commit, because an index with unreadable rows could not be opened again.
         """
         first = min((revision for _, _, revision in page.ids), default=0)
         try:
@@ -136,7 +136,7 @@ class NameFeed:
     def _without_reserved(
         self, changed: Mapping[AdapterId, AdapterRecord | None]
     ) -> dict[AdapterId, AdapterRecord | None]:
-        """Return the changes that are shown. An id that is the base's name here stays the base's."""
+        """Return the changes without reserved ids: the base's name always means the base."""
         held = {name for name, record in changed.items() if record is not None and name in self._reserved}
         for name in sorted(held - self._hidden):
             _LOG.warning(
@@ -151,7 +151,7 @@ class NameFeed:
         found = {}
         for name in changed.keys() & self._names.records.keys():
             record = changed[name]
-            # A restored origin gives numbers again.
+            # An origin restored from a backup may reuse version numbers.
             left = set() if record is None else {(v.version, v.key, v.persona) for v in record.versions}
             before = self._names.records[name].versions
             if gone := frozenset(v.version for v in before if (v.version, v.key, v.persona) not in left):
@@ -160,7 +160,7 @@ class NameFeed:
 
 
 def _check_side(index: Index, follows: bool) -> None:
-    """Check that the index is an owner's or a follower's, as it is opened; an empty one becomes what is wanted."""
+    """Check that the index is a follower's if `follows`, else an owner's; an empty one may become a follower's."""
     if not follows and index.position() is not None:
         raise StoreUnusable("it is the cache of a server that follows a registry; a registry has its own folder")
     if follows and index.position() is None:

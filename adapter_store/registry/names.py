@@ -33,7 +33,7 @@ class Names:
         """Return an id's record.
 
         Raises:
-            AdapterNotFound: there is no such id; IdExpected, if what is named is a version or an alias of one.
+            AdapterNotFound: there is no such id; as its subclass IdExpected if a version or alias is named instead.
         """
         if (record := self.find(adapter_id)) is not None:
             return record
@@ -57,7 +57,7 @@ class Names:
         self.update({adapter_id: record})
 
     def update(self, changed: Mapping[AdapterId, AdapterRecord | None]) -> None:
-        """Update ids, all at once; None removes one."""
+        """Update several ids at once; None removes an id."""
         records = dict(self._records)
         for name, record in changed.items():
             if record is None:
@@ -75,11 +75,11 @@ class Names:
         return record.ref(draw_version(shares, number))
 
     def resolve_one(self, reference: str) -> AdapterRef:
-        """Return the version that a reference names, where there must be only one.
+        """Return the only version that a reference names.
 
         Raises:
             AdapterNotFound: there is none.
-            InvalidAlias: the alias is split between versions; names them.
+            InvalidAlias: the alias is split between versions; the message names them.
         """
         record, shares = self.targets(reference)
         if len(shares) > 1:
@@ -142,7 +142,7 @@ class Names:
 
 
 def read_records(index: Index, reserved: Collection[str], *, follows: bool) -> dict[AdapterId, AdapterRecord]:
-    """Return what a store contains when it opens; one that follows does not show ids that are reserved.
+    """Return the records of a store that is being opened; a follower hides reserved ids.
 
     Raises:
         StoreUnusable: a row cannot be read, or an adapter's id is reserved in a store that owns its names.
@@ -156,7 +156,7 @@ def read_records(index: Index, reserved: Collection[str], *, follows: bool) -> d
 
 
 def _name_in(reference: str) -> str:
-    """Return the id of what may be a reference."""
+    """Return the id in a text that may be a reference."""
     return reference.partition("@")[0].partition(":")[0]
 
 
@@ -165,7 +165,11 @@ def _numbers(record: AdapterRecord) -> tuple[int, ...]:
 
 
 def _pinned(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
-    """Raises: VersionNotFound: the version that is named does not exist; a prefix may match none."""
+    """Return the versions that a reference pins, all if it pins none; a prefix of a key may match none.
+
+    Raises:
+        VersionNotFound: the version named does not exist.
+    """
     if pin.version is not None:
         if (version := record.version(pin.version)) is None:
             raise VersionNotFound(record.adapter_id, pin.version, _numbers(record))

@@ -1,4 +1,4 @@
-"""Names like one that does not exist, for the answer that says so."""
+"""Suggestions for a name that does not exist: similar known names."""
 
 import difflib
 import heapq

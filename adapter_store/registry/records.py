@@ -16,7 +16,7 @@ from adapter_store.validation.report import UploadReport
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Describe one immutable version. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`.
+    """Describe one immutable version. `bytes` counts only the weights, whose SHA-256 is `weights_digest`.
 
     `key` is None without weights; `persona` is the keyed digest of its defaults and weights, "" without defaults.
     """
@@ -35,9 +35,9 @@ class VersionRecord:
 class AdapterRecord:
     """Describe an id and its versions, oldest first. `key` is the current version's.
 
-    `limits` maps names to numbers, which the callers interpret. `aliases` are sorted by name. `etag` is 32 hex digits
-    over everything but the times. Version numbers are never reused, so an id that is deleted and created again never
-    repeats an etag.
+    `limits` maps names to numbers, which the callers interpret. `aliases` are sorted by name. `etag` is a hash (32 hex
+    digits) of everything except the times. Version numbers are never reused, so an id that is deleted and created again
+    never repeats an etag.
     """
 
     adapter_id: AdapterId
@@ -72,7 +72,7 @@ class AdapterRecord:
         return self.versions[at] if at < len(self.versions) and self.versions[at].version == number else None
 
     def aliases_of(self, versions: Collection[int]) -> tuple[str, ...]:
-        """Return the aliases that point to any of these versions, including those with a share only."""
+        """Return the aliases that point to any of these versions, including split aliases."""
         return tuple(alias for alias, shares in self.aliases.items() if not shares.keys().isdisjoint(versions))
 
     def ref(self, number: int) -> AdapterRef:
@@ -106,7 +106,7 @@ class Change:
     limits: Mapping[str, float] | None = None
 
     def check(self) -> None:
-        """Check the change independent of the existing versions.
+        """Check the parts of the change that do not depend on the existing versions.
 
         Raises:
             InvalidAlias: an alias's name or target is invalid.
@@ -117,7 +117,7 @@ class Change:
                 check_shares(alias, target)
 
     def aliases_after(self, record: AdapterRecord) -> Collection[str]:
-        """Return the names of the aliases that a record has with the change."""
+        """Return the names of the aliases that a record has after the change."""
         removed = {alias for alias, target in self.aliases.items() if target is None}
         return (record.aliases.keys() | self.aliases.keys()) - removed
 
@@ -139,7 +139,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Describe what was deleted: versions, their contents, those no version refers to any more, and aliases."""
+    """Describe what was deleted: versions, their contents, the contents left without a version, and aliases."""
 
     adapter_id: AdapterId
     versions: tuple[int, ...]
@@ -166,7 +166,7 @@ class Registration:
 
 
 def usage_of(records: Iterable[AdapterRecord], owners: Mapping[tuple[AdapterId, int], str]) -> UsageTotals:
-    """Count what versions take.
+    """Count the versions and bytes of principals and ids.
 
     Args:
         records: every id.
@@ -182,14 +182,13 @@ def usage_of(records: Iterable[AdapterRecord], owners: Mapping[tuple[AdapterId, 
 def check_preconditions(
     adapter_id: str, record: AdapterRecord | None, tags: Collection[str] | None, *, if_not_exists: bool = False
 ) -> None:
-    """Check that an id is in a state that the caller expects.
+    """Check that an id is in the state that the caller expects.
 
     Args:
         adapter_id: the id.
         record: its record, None if it does not exist.
         tags: accepted states: a record's `etag`, `sha256:` and the digest of its current content, or `*` for any
-            state of an
-            existing id; None accepts everything.
+            state of an existing id; None accepts everything.
         if_not_exists: expect that the id does not exist.
 
     Raises:

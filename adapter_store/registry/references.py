@@ -19,11 +19,11 @@ MAX_ID_CHARS = 64
 MIN_KEY_DIGITS = 12
 VERBS = frozenset({"warm", "verify", "snapshot"})
 BASE_ID = "base"
-"""What statistics call the base."""
+"""Name of the base in statistics."""
 OTHERS = "other"
-"""What metrics call all adapters, and all keys, that have no series of their own."""
+"""Name in metrics of all adapters, and all keys, without their own series."""
 RESERVED_IDS = VERBS | {BASE_ID, OTHERS}
-"""Ids that no adapter is given. A store of an earlier version may have adapters `base` and `other`, which it keeps."""
+"""Ids that new adapters cannot have. A store of an earlier lorasrv keeps its adapters `base` and `other`."""
 ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
 ALIAS_RULE = f"{ID_RULE}, not only digits, neither {' nor '.join(sorted(VERBS))}"
 
@@ -66,7 +66,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def is_alias(text: str) -> bool:
-    """Return whether an alias may have this name: digits would look like a version, and a verb is a route."""
+    """Return whether an alias may have this name: not digits, which look like a version, nor a verb that is a route."""
     return _ID.fullmatch(text) is not None and not text.isdigit() and text not in VERBS
 
 
@@ -127,7 +127,7 @@ def check_shares(alias: str, target: AliasTarget) -> dict[int, float]:
     """Return a target as shares by version; whether the versions exist is not checked.
 
     Raises:
-        InvalidAlias: no or too many versions, or shares that do not add up to 1; names the alias.
+        InvalidAlias: no or too many versions, or shares that do not add up to 1; the message names the alias.
     """
     if isinstance(target, int):
         return {target: 1.0}
@@ -154,7 +154,7 @@ def draw_version(shares: Shares, number: float) -> int:
 
 
 def sticky_number(*facts: object) -> float:
-    """Return a number in [0, 1) that is always the same for the same facts, and evenly spread over different ones."""
+    """Return a number in [0, 1) that depends only on the facts, evenly distributed over different facts."""
     digest = hashlib.sha256(json.dumps(facts).encode()).digest()
     return (int.from_bytes(digest[:8]) >> 11) / 2**53
 

@@ -19,7 +19,7 @@ class VersionHistory:
         index: the store's index.
         blobs: the weights.
         check_open: raises StoreUnusable once the store is closed.
-        check_owner: raises StoreFollows too, where changes are made elsewhere.
+        check_owner: like `check_open`, but also raises StoreFollows in a follower, where nothing can be changed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class VersionHistory:
         self._check_open, self._check_owner = check_open, check_owner
 
     def report(self, ref: AdapterRef) -> UploadReport:
-        """Return the report that answered the upload.
+        """Return the report that was sent in response to the upload.
 
         Raises:
             AdapterNotFound: there is no such version.
@@ -44,10 +44,10 @@ class VersionHistory:
         return self._upload(ref).report
 
     def defaults(self, ref: AdapterRef) -> str:
-        """Return the defaults of a version as they were given, as JSON.
+        """Return the defaults of a version as they were sent, as JSON.
 
         Raises:
-            AdapterNotFound: there is no such version, or it has none.
+            AdapterNotFound: there is no such version, or it has no defaults.
         """
         with self._lock:
             self._check_open()
@@ -63,7 +63,7 @@ class VersionHistory:
             return self._index.owner(ref.adapter_id, ref.version)
 
     def peft_dir(self, ref: AdapterRef) -> PeftDir:
-        """Return a version as it was uploaded, for another process to read while it is held.
+        """Return a version as it was uploaded, for another process; the caller holds the content while that reads.
 
         Raises:
             AdapterNotFound: there is no such version.
@@ -77,7 +77,7 @@ class VersionHistory:
         Raises:
             AdapterNotFound: there is no such version.
             ValueError: it is not representable as JSON.
-            StoreFull, StoreUnusable: the disk refused; the earlier one stays.
+            StoreFull, StoreUnusable: the disk refused; the earlier verdict stays.
         """
         with self._lock:
             self._check_owner()
