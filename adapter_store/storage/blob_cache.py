@@ -1,8 +1,8 @@
-"""Weights of a follower: a bounded cache of blobs that another store has, fetched by digest when they are first opened.
+"""Weights of a follower: a bounded cache of the origin's blobs, fetched by digest when they are first opened.
 
-A fetch is an upload to this folder: it becomes visible when all bytes have come and match the digest, so a crash leaves
-a whole blob or none. A connection that breaks is continued where it broke. Held blobs stay; of the others the least
-recently opened go first, where there would be more bytes than allowed or the disk would be full.
+A fetch is an upload to this folder: the blob becomes visible when all bytes have arrived and match the digest, so a
+crash leaves a whole blob or none. A fetch resumes after a broken connection. When the bytes would exceed the limit or
+fill the disk, the least recently opened blobs are removed first, except held ones.
 """
 
 import contextlib
@@ -31,46 +31,46 @@ from adapter_store.errors import (
 from adapter_store.storage.blobs import PROBE_BYTES, BlobDirectory, BlobFile, BlobUpload, disk_errors
 
 MAX_FETCHES = 2
-"""Times that a blob is fetched whole before it counts as damaged."""
+"""Complete fetches of a blob with a wrong digest or length after which it counts as damaged."""
 MAX_STALLS = 3
-"""Times in a row that a connection may end with hardly more than it began with."""
+"""Consecutive connections without sufficient progress after which a fetch fails."""
 LEAST_PROGRESS = 0.01
-"""Share of a blob that is more than that, and the bytes that are for a large one."""
+"""Sufficient progress of a connection: more than this share of the blob, or than `LEAST_PROGRESS_BYTES`, if fewer."""
 LEAST_PROGRESS_BYTES = 64 << 10
 SPARE_BYTES = PROBE_BYTES + (1 << 20)
-"""Bytes of the disk that stay free: what a server without them is not ready for, and some more for its names."""
+"""Bytes of the disk that stay free: those that readiness requires, and some for changes of the index."""
 _LOG = logging.getLogger(__name__)
 
 
 class Origin(Protocol):
-    """Reach the store that this one follows. Any thread may call, several at a time."""
+    """Read from the store that this one follows. Any thread may call, several at a time."""
 
     @property
     def address(self) -> str:
-        """Return where changes are to be sent."""
+        """Return the address to which clients must send changes."""
 
     def check(self) -> None:
-        """Raise OriginUnreachable if it was not reached when it was last tried."""
+        """Raise OriginUnreachable if the last attempt to reach it failed."""
 
     def fetch(self, digest: str, start: int) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
         """Return the length of a blob, and its bytes from `start` on.
 
         Raises:
-            BlobNotFound: it has none.
-            OriginUnreachable: it does not answer, or stopped while the bytes were read.
+            BlobNotFound: the origin does not have it.
+            OriginUnreachable: the origin does not answer, or stopped while the bytes were read.
         """
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Count the bytes of a blob that is on its way."""
+    """Count the bytes of a blob that is being fetched."""
 
     length: int
     received: int = 0
 
     @property
     def least_progress(self) -> float:
-        """Return the bytes that a connection must bring to count as one that works."""
+        """Return the bytes that a connection must exceed to count as progress."""
         return min(LEAST_PROGRESS * self.length, LEAST_PROGRESS_BYTES)
 
 
@@ -81,7 +81,7 @@ class BlobCache(BlobDirectory):
         root: the store's folder.
         origin: where blobs come from.
         max_bytes: most bytes in the folder.
-        max_blob_bytes: most bytes of a blob that is of use.
+        max_blob_bytes: most bytes of a usable blob.
         held: returns the digests of blobs that must stay.
     """
 
@@ -92,22 +92,23 @@ class BlobCache(BlobDirectory):
         self._origin = origin
         self._max_bytes, self._max_blob_bytes = max_bytes, max_blob_bytes
         self._held = held
-        # Taken for a moment, never during a fetch.
+        # Held briefly, never during a fetch.
         self._lock = threading.Lock()
         self._fetches: dict[str, threading.Lock] = {}
         self._waiting: Counter[str] = Counter()
         self._coming: dict[str, _Coming] = {}
-        # Nothing is held yet, and on a full disk nothing else of the store could be opened.
+        # No blob is held yet, and on a full disk the rest of the store could not be opened.
         self._keep_room(())
 
     def open(self, digest: str) -> BufferedReader:
         """Open a blob for reading, fetching it first if it is not here.
 
         Raises:
-            BlobNotFound: the origin has none.
-            AdapterCorrupt: what came does not match the digest, twice.
+            BlobNotFound: the origin does not have it.
+            AdapterCorrupt: `MAX_FETCHES` fetches did not match the digest, or it exceeds `max_blob_bytes`.
             OriginUnreachable: it cannot be fetched now.
-            CacheFull: it has no room beside those that are held.
+            CacheFull: there is no room for it beside held blobs.
+            CacheTooSmall: it has more than `max_bytes`.
         """
         with self._alone(digest):
             try:
@@ -116,12 +117,12 @@ class BlobCache(BlobDirectory):
                 self._fetch(digest)
                 file = super().open(digest)
         with contextlib.suppress(OSError):
-            # The time of the last use, over restarts too.
+            # The file's time is the time of the last use, also after a restart.
             os.utime(self.path(digest))
         return file
 
     def drop_damaged(self, digest: str) -> bool:
-        """Remove a copy that was read back damaged, so that the next open fetches it; return whether there was one."""
+        """Remove a blob that was read back damaged, so that the next open fetches it; return whether there was one."""
         with self._alone(digest):
             is_here = self.exists(digest)
             self.remove([digest])
@@ -129,7 +130,7 @@ class BlobCache(BlobDirectory):
 
     @contextlib.contextmanager
     def _alone(self, digest: str) -> Iterator[None]:
-        """Let one thread at a time look for a blob; it is not evicted meanwhile."""
+        """Let one thread at a time open or fetch a blob, which is not evicted meanwhile."""
         with self._lock:
             self._waiting[digest] += 1
             fetching = self._fetches.setdefault(digest, threading.Lock())
@@ -175,14 +176,14 @@ class BlobCache(BlobDirectory):
                     return upload.commit()
                 except OriginUnreachable:
                     if upload is not None and coming.received == coming.length:
-                        # All came, if too slowly, or with a connection that was not ended well.
+                        # All bytes arrived before the connection failed.
                         return upload.commit()
                     stalls = 0 if coming.received - before > coming.least_progress else stalls + 1
                     if stalls >= MAX_STALLS or not coming.received:
                         raise
 
     def keep_room(self) -> None:
-        """Remove what nothing needs while others fill the disk, as far as that helps.
+        """Remove unneeded blobs, the least recently opened first, until `SPARE_BYTES` of the disk are free.
 
         Raises:
             StoreFull, StoreUnusable: the disk refused.
@@ -195,12 +196,12 @@ class BlobCache(BlobDirectory):
             self.remove(evicted)
 
     def _make_room(self, digest: str, length: int) -> _Coming:
-        """Remove what others must make room for, or nothing if that is not enough.
+        """Remove blobs to make room for one of `length` bytes, or nothing if that is not enough.
 
         Raises:
-            AdapterCorrupt: the blob cannot be one that is of use.
-            CacheFull: it is not.
-            CacheTooSmall: nothing would be.
+            AdapterCorrupt: the blob is larger than any usable one.
+            CacheFull: removing all blobs that are not held would not be enough.
+            CacheTooSmall: the blob alone is larger than the cache.
         """
         if length > self._max_blob_bytes:
             raise AdapterCorrupt(
@@ -233,7 +234,7 @@ class BlobCache(BlobDirectory):
             return found
 
     def _missing_bytes(self, length: int) -> int:
-        """Return the bytes that the disk lacks for `length` more, beside the downloads under way."""
+        """Return the bytes that the disk lacks for `length` more, counting the rest of all fetches in progress."""
         with disk_errors("looking for the disk's room"):
             free = shutil.disk_usage(self._blobs).free
         coming = sum(one.length - one.received for one in self._coming.values())
@@ -241,7 +242,7 @@ class BlobCache(BlobDirectory):
 
 
 def _oldest(files: Sequence[BlobFile], num_bytes: int, kept: Collection[str]) -> tuple[list[str], int]:
-    """Return the first files, but for `kept`, that have `num_bytes` together, and how many bytes they have."""
+    """Return the first files that are not `kept` and together have at least `num_bytes`, and their bytes."""
     names, found = [], 0
     for file in files:
         if found < num_bytes and file.name not in kept:

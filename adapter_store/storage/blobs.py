@@ -26,10 +26,10 @@ UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
 UNREFERENCED_BYTES = 1 << 30
 """Bytes of unreferenced blobs above which the oldest are removed before that age."""
 REGISTRATION_S = 600.0
-"""Time after an upload for which its registration is awaited, however many bytes are unreferenced."""
+"""Time after an upload during which it is not removed, however many bytes are unreferenced."""
 NUM_LOCKS = 64
 PROBE_BYTES = 16 << 20
-"""Room that an upload may need; a disk with less is called full."""
+"""Room that an upload may need; a disk with less counts as full."""
 NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -68,7 +68,7 @@ class BlobFile:
 class BlobUpload:
     """Receive one blob; leaving the `with` block without `commit` drops it.
 
-    Written by one thread at a time. Any thread may abort it, and then waits for the call in progress.
+    One thread at a time may write. Any thread may abort the upload, which waits for the call in progress.
 
     Args:
         directory: where the blob goes.
@@ -134,8 +134,8 @@ class BlobUpload:
 
         Raises:
             BlobLengthMismatch: fewer bytes than announced.
-            DigestMismatch: other bytes than announced.
-            StoreFull, StoreUnusable: the disk refused. In every case nothing is visible.
+            DigestMismatch: the bytes do not match the announced digest.
+            StoreFull, StoreUnusable: the disk refused. After any error the blob is not visible.
         """
         with self._lock:
             fd = self._open_fd()
@@ -184,9 +184,9 @@ def write_all(fd: int, view: memoryview) -> None:
 class BlobDirectory:
     """Manage the folders `blobs/sha256` and `tmp` under the store's root.
 
-    The disk holds the state, except which names are not durable yet and the announced lengths of uploads in progress.
-    Operations on one digest are serialized: a failing upload must not remove what another has just stored, nor a
-    removal a file that was replaced after it was examined.
+    All state is on disk, except the names that are not durable yet and the announced lengths of uploads in progress.
+    Operations on one digest are serialized: a failing upload must not remove a blob that another has just stored, and a
+    removal must not delete a file that was replaced after it was examined.
     """
 
     def __init__(self, root: Path) -> None:
@@ -202,7 +202,7 @@ class BlobDirectory:
 
     @property
     def is_writable(self) -> bool:
-        """Return whether uploads can be written: a file of `PROBE_BYTES` gets room on the disk."""
+        """Return whether uploads can be written, by allocating a file of `PROBE_BYTES`."""
         path = self.new_temporary_path()
         try:
             fd = os.open(path, NEW_FILE, 0o600)
@@ -224,7 +224,7 @@ class BlobDirectory:
         self._in_progress[temporary] = digest, length
 
     def on_upload_ended(self, temporary: Path) -> None:
-        """Forget an upload that was dropped, or was completed and reported."""
+        """Forget an upload that was dropped, or completed and passed to `on_stored`."""
         self._in_progress.pop(temporary, None)
 
     def in_progress(self) -> tuple[tuple[str, int], ...]:
@@ -232,12 +232,12 @@ class BlobDirectory:
         return tuple(self._in_progress.values())
 
     def exists(self, digest: str) -> bool:
-        """Return whether a blob exists durably: a name that a power loss could remove does not count."""
+        """Return whether a blob exists durably: a name that a power failure could remove does not count."""
         with disk_errors("looking for weights"):
             return digest not in self._not_durable and (self._blobs / digest).is_file()
 
     def path(self, digest: str) -> Path:
-        """Return where a blob is, for another process to read; it is removed when nothing refers to it."""
+        """Return a blob's path, for another process to read; the file is removed when nothing refers to the blob."""
         return self._blobs / digest
 
     def open(self, digest: str) -> BufferedReader:
@@ -255,16 +255,16 @@ class BlobDirectory:
             raise
 
     def keep_room(self) -> None:
-        """Remove what can be had again while the disk is full: nothing."""
+        """Remove blobs that can be fetched again while the disk is full. Here, no blob can be: do nothing."""
 
     def drop_damaged(self, digest: str) -> bool:
-        """Remove a blob that was read back damaged if it can be had again; return whether that is so."""
+        """Remove a blob that was read back damaged if it can be fetched again; return whether it was removed."""
         return False
 
     def adopt(self, temporary: Path, digest: str) -> None:
         """Rename a complete file into place and make its name durable.
 
-        An existing file of the digest is replaced, so that uploading again repairs damaged weights.
+        An existing file of the digest is replaced, so that another upload repairs damaged weights.
         """
         target = self._blobs / digest
         with self._lock_for(digest):
@@ -284,10 +284,10 @@ class BlobDirectory:
                 self._not_durable.discard(digest)
 
     def remove(self, digests: Iterable[str], is_needed: Callable[[str], bool] = lambda _: False) -> None:
-        """Delete blobs unless they are needed, durably, with one fsync for all; a missing one is no error.
+        """Delete blobs durably, with one fsync for all, except needed ones; a missing blob is no error.
 
         Raises:
-            StoreFull, StoreUnusable: the disk refused one; the others are removed all the same.
+            StoreFull, StoreUnusable: the disk refused to delete one; the others are deleted nevertheless.
         """
         removed, refused = False, None
         with disk_errors("removing weights"):
@@ -308,7 +308,7 @@ class BlobDirectory:
                 raise refused
 
     def names(self) -> set[str]:
-        """Return the digests of blobs, and the names of what else is in their folder."""
+        """Return the digests of blobs, and the names of foreign files in their folder."""
         with disk_errors("listing weights"):
             return set(os.listdir(self._blobs))
 
@@ -320,12 +320,12 @@ class BlobDirectory:
         return 0
 
     def sizes(self) -> dict[str, int]:
-        """Return each blob's bytes by digest, and those of foreign files by name."""
+        """Return the bytes of each blob by digest, and of each foreign file by name."""
         with disk_errors("listing weights"):
             return {path.name: facts.st_size for path, facts in sorted(_files(self._blobs))}
 
     def foreign_paths(self) -> list[Path]:
-        """Return what is in the store's folders and is not a regular file; it is never touched."""
+        """Return the paths in the store's folders that are not regular files; the store never touches them."""
         with disk_errors("listing weights"):
             folders = (self._blobs, self._temporary)
             return sorted({path for folder in folders for path in folder.iterdir()}.difference(*map(_paths, folders)))
@@ -333,8 +333,8 @@ class BlobDirectory:
     def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> SweepSummary:
         """Remove unfinished uploads, and unreferenced blobs older than `age_s`.
 
-        The age spares blobs that are still to be registered, even across a restart. Only for the holder of the
-        store's lock file, before it accepts uploads.
+        The age keeps blobs that are yet to be registered, also after a restart. Only the holder of the store's lock
+        file may call this, before it accepts uploads.
         """
         with disk_errors("removing unfinished uploads"):
             unfinished = _paths(self._temporary)
@@ -345,14 +345,14 @@ class BlobDirectory:
         return SweepSummary(swept.num_blobs, swept.num_bytes, len(unfinished))
 
     def oldest_first(self) -> list[BlobFile]:
-        """Return all files."""
+        """Return all files, those written longest ago first."""
         now_s = time.time()
         with disk_errors("listing weights"):
             files = [BlobFile(path.name, facts.st_size, now_s - facts.st_mtime) for path, facts in _files(self._blobs)]
         return sorted(files, key=lambda file: -file.age_s)
 
     def remove_old(self, names: Collection[str], age_s: float) -> SweepSummary:
-        """Remove those of these files that are still that old; one uploaded again meanwhile stays."""
+        """Remove the files among these that are older than `age_s`; a file that was uploaded again meanwhile stays."""
         num_blobs = num_bytes = 0
         with disk_errors("removing weights"):
             for name in sorted(names):
@@ -372,7 +372,7 @@ class BlobDirectory:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the regular files of a folder; anything else is not the store's and must not prevent the start."""
+    """Yield the regular files of a folder. Others are not the store's; they must not keep it from opening."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()

@@ -7,10 +7,10 @@ _ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def is_full(error: OSError | sqlite3.Error) -> bool:
-    """Return whether an error says that the disk, or the user's quota of it, has no room.
+    """Return whether an error means that the disk, or the user's quota on it, is full.
 
-    SQLite says so where it writes. Where it opens a database of a full disk, the first error is that the `-shm` file
-    beside it cannot grow.
+    SQLite reports a full disk when it writes. When it opens a database on a full disk, the first error is that the
+    `-shm` file beside it cannot grow.
     """
     if isinstance(error, OSError):
         return error.errno in _ERRNOS

@@ -23,7 +23,7 @@ class BlobLeases:
         check_open: raises StoreUnusable once the store is closed.
         is_referenced: returns whether a content refers to a digest.
         pending_uploads: tells which weights still have a pending upload.
-        unreferenced: counts what is left.
+        unreferenced: sums the bytes of weights that no content refers to.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class BlobLeases:
 
     @contextlib.contextmanager
     def lease(self, digest: str, is_known: bool = True) -> Iterator[None]:
-        """Keep a blob for the length of the block; when the last lease ends, remove it if nothing needs it.
+        """Keep a blob during the `with` block; when the last lease ends, remove it if nothing needs it.
 
         Raises:
-            BlobNotFound: it does not exist, or the caller must not know that it does (`is_known` is False).
+            BlobNotFound: it does not exist, or the caller must not learn that it does (`is_known` is False).
         """
         with self._lock:
             self._check_open()
@@ -67,12 +67,12 @@ class BlobLeases:
         return {digest for digest, count in self._counts.items() if count}
 
     def remove_unused(self, digests: Collection[str]) -> None:
-        """Remove those of these blobs that nothing needs. The caller holds the store's lock."""
+        """Remove the blobs among these that nothing needs. The caller holds the store's lock."""
         unused = [digest for digest in digests if not self._counts[digest]]
         for digest in unused:
             del self._counts[digest]
-        # A blob that cannot be removed now is removed when the store opens next. The error must not hide why a
-        # registration failed; after `close` the folder may belong to another server.
+        # A blob that cannot be removed now is removed when the store is next opened. This error must not hide why a
+        # registration failed. After `close`, the folder may belong to another server.
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
             try:

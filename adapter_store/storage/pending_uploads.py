@@ -1,11 +1,11 @@
 """Weights that were uploaded, or are being uploaded, and that no version refers to yet.
 
-A byte quota counts what versions refer to. A client that uploads without registering would evade it until the weights
-are removed as orphans, a day later at most, so pending uploads have a limit of the same size of their own.
+A byte quota counts weights that versions refer to. A client that uploads without registering would evade it until the
+weights are removed as orphans, after at most a day. Pending uploads therefore have their own limit of the same size.
 
-The uploader of pending weights is kept in memory only, and for as long as orphans are kept: the lifetime of an upload
+The uploader of pending weights is kept only in memory, and for as long as orphans are kept: the lifetime of an upload
 must not reveal whether another principal has the same weights. A principal whose upload was forgotten sends it again.
-An accepted upload stays: weights that were sent twice survive if one of the two registrations fails.
+Uploads are counted: weights that were sent twice survive if one of the two registrations fails.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ MAX_REMEMBERED = 100_000
 class Uploader:
     """Identify a principal that uploads.
 
-    `max_bytes` limits its bytes without a version. Weights that exist may be sent again even if the store is full,
-    but only if `is_known`: to other principals that would reveal that they exist.
+    `max_bytes` limits its bytes without a version. If `is_known`, existing weights may be sent again even if the store
+    is full; to other principals, that would reveal that the weights exist.
     """
 
     principal: str = ANONYMOUS
@@ -51,7 +51,7 @@ class _Sent:
 
 
 class PendingUploads:
-    """Start uploads and bound what they take. Safe to use from many threads.
+    """Start uploads and limit their bytes. Safe to use from many threads.
 
     Args:
         blobs: the weights.
@@ -69,10 +69,10 @@ class PendingUploads:
         self._in_progress: list[tuple[str, BlobUpload]] = []
 
     def open(self, digest: str, length: int, max_bytes: int | None, uploader: Uploader) -> BlobUpload:
-        """Start an upload; weights that exist may always be sent again.
+        """Start an upload; existing weights may always be sent again if the uploader may know them.
 
         Raises:
-            QuotaExceeded: more than `max_bytes` in total, or than the uploader's limit, would be without a version.
+            QuotaExceeded: the bytes without a version would exceed `max_bytes` in total, or the uploader's limit.
             StoreFull, StoreUnusable: the disk refused.
         """
         # Concurrent uploads must count each other.
@@ -85,19 +85,19 @@ class PendingUploads:
             return upload
 
     def has_uploaded(self, principal: str, digest: str) -> bool:
-        """Return whether a principal has uploaded these weights and not registered them since."""
+        """Return whether a principal has uploaded these weights and not yet registered them."""
         with self._lock:
             return (principal, digest) in self._sent_lately()
 
     def is_pending(self, digest: str) -> bool:
         """Return whether an upload of these weights is in progress or not registered yet.
 
-        Takes no lock: it is called under the store's lock, for which a thread holding this one may wait.
+        Takes no lock: the caller holds the store's lock, and a thread that waits for it may hold this object's lock.
         """
         return self._awaited[digest] > 0 or any(digest == other for other, _ in self._blobs.in_progress())
 
     def forget_above(self, max_bytes: int) -> None:
-        """Forget the oldest uploads while all take more than `max_bytes`, but none that may still be registered."""
+        """Forget the oldest uploads until the rest has at most `max_bytes`, but none that may still be registered."""
         last_s = time.monotonic() - REGISTRATION_S
         with self._lock:
             left = sum(one.length for one in self._sent_lately().values())
@@ -109,7 +109,7 @@ class PendingUploads:
 
     @contextlib.contextmanager
     def using(self, principal: str, digest: str) -> Iterator[None]:
-        """Wrap a registration, after which one upload of the weights is no longer pending, whatever its outcome."""
+        """Wrap a registration: after it, successful or not, one upload of the weights is no longer pending."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Keep a file of the store from other users of the machine, whatever its folder allows."""
+"""Make files of the store unreadable to other users of the machine, whatever their folder allows."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ def make_private(path: Path) -> None:
     An existing file is not opened here: closing it would drop the locks of this process's other connections (POSIX).
 
     Raises:
-        OSError: it is a link, or no file; or it cannot be created or changed.
+        OSError: it is a link or not a file, or it cannot be created or changed.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -28,5 +28,5 @@ def make_private(path: Path) -> None:
         path.chmod(0o600)
     folder = path.parent.stat()
     if os.geteuid() == 0 and status.st_uid != folder.st_uid:
-        # For `sudo lorasrv key create` beside a server of another user.
+        # Another user's server must be able to read a file that `sudo lorasrv key create` made.
         os.chown(path, folder.st_uid, folder.st_gid)

@@ -23,7 +23,7 @@ class Quarantine:
         """Check that a content may be read.
 
         Raises:
-            AdapterCorrupt: it is in quarantine; the message says what was found.
+            AdapterCorrupt: it is in quarantine; the message says why.
         """
         if found := self._why.get(key):
             raise AdapterCorrupt(found[1])

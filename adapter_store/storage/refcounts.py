@@ -1,9 +1,9 @@
 """Reference counts of contents, so that a deleted content stays on disk until its last request has finished.
 
-Every request takes a hold, so taking one must not wait for a disk: the store's lock is held while SQLite commits, the
-lock in here never is. `mark_deleted` decides between a hold and a deletion. It is called once no version refers to
-the contents any more: an earlier hold keeps the content for as long as the hold lives, even if it was taken while the
-deletion was being committed; a later one is refused before the first byte is removed.
+Every request takes a hold, so taking one must not wait for a disk: the store's lock is held while SQLite commits, but
+this module's lock never is. `mark_deleted`, called once no version refers to the contents any more, decides between
+holds and the deletion. An earlier hold keeps its content for the lifetime of the hold, even if it was taken while the
+deletion was being committed. A later hold is refused before the first byte is removed.
 """
 
 import threading
@@ -55,7 +55,7 @@ class ContentRefcounts:
         self._released: deque[AdapterKey] = deque()
 
     def add(self, keys: Collection[AdapterKey]) -> None:
-        """Allow holds of contents that are durably in the index, including ones that were marked deleted."""
+        """Allow holds of contents that are durably in the index, including contents marked deleted."""
         with self._lock:
             self._keys.update(keys)
 
@@ -79,7 +79,7 @@ class ContentRefcounts:
             return list(self._counts)
 
     def mark_deleted(self, keys: Collection[AdapterKey]) -> frozenset[AdapterKey]:
-        """Refuse new holds of those contents that have none, and return them; the caller removes or re-adds them."""
+        """Refuse holds of the contents among these that have none; return them, for the caller to remove or re-add."""
         with self._lock:
             self._count_released()
             deleted = frozenset(keys).difference(self._counts)

@@ -14,7 +14,7 @@ LOCKS = Path("/proc/locks")
 
 @contextlib.contextmanager
 def opening_errors(root: Path) -> Iterator[None]:
-    """Add the folder's path to errors raised while opening the store, which only the operator sees."""
+    """Add the folder's path to errors raised while opening the store; only the operator sees these errors."""
     try:
         with disk_errors("opening"):
             yield
@@ -46,7 +46,7 @@ def in_use(root: Path, fd: int) -> StoreLocked:
     """Return the error for a store whose lock another process holds.
 
     Args:
-        fd: the file that it has locked.
+        fd: the lock file.
     """
     pid = _holder(fd)
     server = f"another server{f', process {pid}' if pid else ''}"
@@ -54,14 +54,14 @@ def in_use(root: Path, fd: int) -> StoreLocked:
 
 
 def _holder(fd: int) -> str:
-    """Return the id of the process that has locked a file, where Linux tells it; else nothing."""
+    """Return text with the id of the process that has locked a file, or "" if Linux does not report it."""
     file = os.fstat(fd)
     place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError):
         for line in LOCKS.read_text().splitlines():
-            # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF, with -> before FLOCK of a process that waits.
+            # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF, with "->" before FLOCK if the process waits for the lock.
             _, kind, _, _, pid, file_of_it, *_ = line.split()
-            # 0 is a process of another container.
+            # Process id 0 means a process of another container.
             if (kind, file_of_it) == ("FLOCK", place) and pid != "0":
                 return pid
     return ""

@@ -3,10 +3,10 @@
     root/snapshots/<version>-<digest>        complete
     root/snapshots/<uuid>.part               being written; removed when the store opens
 
-A file is one line of JSON, its head, and the bytes. The head says all that the bytes depend on, and the SHA-256 of each
-`PIECE_BYTES` of them, which are read and hashed side by side; the digest in the name is the head's without these. So a
-file that is found by its name, read whole and equal in both is right, and any other is removed. Order of a
-write: temporary file, fsync, rename, fsync of the folder; then others go, so that one that fails costs none.
+A file is its head, one line of JSON, and the bytes. The head has the facts that the bytes depend on, and the SHA-256 of
+each piece of `PIECE_BYTES`; pieces are read and hashed in parallel. The digest in the name is that of the facts. A file
+is valid if it is complete and its head and bytes match; otherwise it is removed. Order of a write: temporary file,
+fsync, rename, fsync of the folder. Older snapshots are removed after it, so that a failed write loses none.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from adapter_store.storage.blobs import NEW_FILE, disk_errors, fsync_directory, 
 
 PIECE_BYTES = 1 << 20
 MAX_THREADS = 4
-"""Of half the processors at most: an adapter is loaded meanwhile."""
+"""Most threads that hash; also at most half the processors, because an adapter is loaded at the same time."""
 _PART = ".part"
 Facts = Mapping[str, Any]
-"""All that the bytes of a snapshot depend on, as plain JSON values."""
+"""The facts that the bytes of a snapshot depend on, as plain JSON values."""
 
 
 class SnapshotDamaged(Exception):
-    """Report that a file does not hold what its name says; it was removed."""
+    """Report that a file's contents do not match its name; the file was removed."""
 
 
 class VersionGone(Exception):
-    """Report that a snapshot's version was deleted while it was written; it was removed."""
+    """Report that a snapshot's version was deleted while the snapshot was written; the snapshot was removed."""
 
 
 class SnapshotName(NamedTuple):
-    """Name a snapshot: the version that it goes with, as `owner_of` writes it, and a digest of its facts."""
+    """Name a snapshot: its version, as `owner_of` writes it, and a digest of its facts."""
 
     owner: str
     digest: str
@@ -62,17 +62,17 @@ class Stored:
     """Describe a snapshot that was written."""
 
     nbytes: int
-    # Those that had to go for it.
+    # Snapshots that were removed to make room for it.
     removed: tuple[SnapshotName, ...] = ()
 
 
 def owner_of(adapter_id: str, version: int) -> str:
-    """Return how file names spell a version, which is never used again for another one."""
+    """Return a version as written in file names; no other version ever gets the same text."""
     return f"{hashlib.sha256(adapter_id.encode()).hexdigest()[:32]}.{version}"
 
 
 def differing(own: Facts, other: Facts) -> list[str]:
-    """Return the names of what differs."""
+    """Return the names of the facts that differ."""
     return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
 
 
@@ -91,20 +91,20 @@ class SnapshotFiles:
     def __init__(self, root: Path, owners: Callable[[], Collection[str]]) -> None:
         self._folder = root / "snapshots"
         self._owners = owners
-        # Those that have gone with their versions.
+        # Snapshots that were removed with their versions.
         self._removed: SimpleQueue[SnapshotName] = SimpleQueue()
-        # Between looking at the folder and changing it.
+        # Held from listing the folder until it is changed.
         self._lock = threading.Lock()
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._sweep()
 
     def sizes(self) -> dict[SnapshotName, int]:
-        """Return the bytes of every snapshot, the one used last at the end."""
+        """Return the bytes of every snapshot, the least recently used first."""
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 owner, dash, digest = entry.name.partition("-")
-                # It may be removed meanwhile.
+                # The file may be removed meanwhile.
                 with contextlib.suppress(FileNotFoundError):
                     if not dash or not entry.is_file(follow_symlinks=False):
                         continue
@@ -113,12 +113,11 @@ class SnapshotFiles:
         return {name: nbytes for _, name, nbytes in sorted(found)}
 
     def read(self, name: SnapshotName, facts: Facts, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the `nbytes` bytes of a snapshot, in memory that only the read writes: zeros would be written under
-        the interpreter's lock.
+        """Return the `nbytes` bytes of a snapshot. Their memory is not zeroed first, which would hold the GIL.
 
         Raises:
-            SnapshotDamaged: the file holds something else; it is removed.
-            FileNotFoundError: there is none.
+            SnapshotDamaged: the file does not match its name or the facts; it is removed.
+            FileNotFoundError: there is no such snapshot.
             OSError: the disk failed.
         """
         path = self._folder / name.file
@@ -139,10 +138,11 @@ class SnapshotFiles:
         return data
 
     def write(self, name: SnapshotName, facts: Facts, data: memoryview, max_bytes: int) -> Stored:
-        """Store a snapshot, and remove others of its version, and those not used for longest beyond `max_bytes`.
+        """Store a snapshot; remove others of its version, and the least recently used ones beyond `max_bytes`.
 
         Raises:
-            StoreFull, StoreUnusable: the disk refused, or `max_bytes` are fewer; one of that name stays as it was.
+            StoreFull, StoreUnusable: the disk refused, or the snapshot exceeds `max_bytes`; an existing snapshot of
+                that name stays as it was.
             VersionGone: its version was deleted meanwhile.
         """
         head = _head(facts, _of_pieces(lambda _, piece: _sha256(piece), data))
@@ -172,16 +172,16 @@ class SnapshotFiles:
         return Stored(nbytes, removed)
 
     def trim(self, max_bytes: int) -> None:
-        """Remove the snapshots not used for longest beyond `max_bytes`."""
+        """Remove the least recently used snapshots beyond `max_bytes`."""
         self._make_room(max_bytes)
 
     def remove(self, name: SnapshotName) -> None:
-        """Remove a snapshot; do nothing if there is none, or the disk refuses."""
+        """Remove a snapshot; do nothing if there is none or the disk refuses."""
         with contextlib.suppress(OSError):
             os.unlink(self._folder / name.file)
 
     def remove_versions(self, adapter_id: AdapterId, versions: frozenset[int]) -> None:
-        """Remove the snapshots of versions that are deleted."""
+        """Remove the snapshots of deleted versions."""
         owners = {owner_of(adapter_id, version) for version in versions}
         with contextlib.suppress(OSError):
             for name in [name for name in self.sizes() if name.owner in owners]:
@@ -189,11 +189,13 @@ class SnapshotFiles:
                 self._removed.put(name)
 
     def take_removed(self) -> list[SnapshotName]:
-        """Return the snapshots that have gone with their versions since the last call."""
+        """Return the snapshots that were removed with their versions since the last call."""
         return [self._removed.get_nowait() for _ in range(self._removed.qsize())]
 
     def _make_room(self, max_bytes: int, new: SnapshotName | None = None, nbytes: int = 0) -> tuple[SnapshotName, ...]:
-        """Remove others of the version of a `new` one, of `nbytes`, and those used longest ago beyond `max_bytes`."""
+        """Remove the least recently used snapshots beyond `max_bytes`, counting `nbytes` for a `new` one, and all other
+        snapshots of the new one's version.
+        """
         with self._lock:
             sizes = self.sizes()
             if new is not None:
@@ -209,7 +211,7 @@ class SnapshotFiles:
             return tuple(doomed)
 
     def _sweep(self) -> None:
-        """Remove what a killed process has left, and snapshots of versions that are gone."""
+        """Remove unfinished files of a killed process, and snapshots of versions that are gone."""
         for path in self._folder.glob(f"*{_PART}"):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -224,7 +226,7 @@ def _head(facts: Facts, digests: Sequence[str]) -> bytes:
 
 
 def _of_pieces(compute: Callable[[int, memoryview], str], data: memoryview) -> list[str]:
-    """Call `compute` with the place and the bytes of each piece, several in parallel; return the results in order."""
+    """Call `compute` with the offset and the bytes of each piece, several in parallel; return the results in order."""
     places = range(0, data.nbytes, PIECE_BYTES)
     with ThreadPoolExecutor(min(MAX_THREADS, -(-(os.cpu_count() or 1) // 2))) as threads:
         return list(threads.map(compute, places, (data[at : at + PIECE_BYTES] for at in places)))

@@ -1,4 +1,4 @@
-"""Bytes of stored weights that no content refers to: a sum that changes update, so that no upload counts files."""
+"""Bytes of stored weights that no content refers to: a running sum, so that no upload needs to count files."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,9 +6,9 @@ from adapter_store.storage.blobs import BlobDirectory
 
 
 class UnreferencedBlobs:
-    """Sum the bytes of blobs that no content refers to, and of foreign files that were there at the start.
+    """Sum the bytes of blobs that no content refers to, and of foreign files found when the store was opened.
 
-    Whoever changes a blob, or what refers to it, has it counted again. The caller of `recount` holds the store's lock.
+    Code that changes a blob, or the references to it, must call `recount` for it, holding the store's lock.
 
     Args:
         blobs: the weights.
@@ -27,7 +27,7 @@ class UnreferencedBlobs:
         """Count these files as they are now, and those that an earlier call could not count.
 
         Raises:
-            StoreUnusable: the disk refused to say; the next call counts what is left.
+            StoreUnusable: a file's size cannot be read; the next call counts the remaining files.
         """
         self._changed.update(names)
         for name in list(self._changed):
