@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def tar_header(name: str, num_bytes: int) -> bytes:
-    """Return the block before a member's data, of any size: ustar's own ends at 8 GiB."""
+    """Return the block before a member's data, of any size (ustar's own limit is 8 GiB)."""
     info = tarfile.TarInfo(name)
     info.size = num_bytes
     return info.tobuf(tarfile.GNU_FORMAT)
@@ -71,7 +71,7 @@ class TarReader:
         self._file = file
 
     def next_member(self) -> tuple[str, int] | None:
-        """Return name and bytes of the next member, None at the end."""
+        """Return the name of the next member and its number of bytes, or None at the end."""
         block = self._file.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE:
             raise InvalidArchive(f"{_NO_ARCHIVE}, or it ends early; copy it again")
@@ -86,7 +86,7 @@ class TarReader:
         return info.name, info.size
 
     def data(self, num_bytes: int) -> Iterator[bytes]:
-        """Yield the data of the last member returned, in chunks."""
+        """Yield the data of the last returned member, in chunks."""
         left = num_bytes
         while left:
             chunk = self._read(min(left, CHUNK_BYTES))
@@ -115,11 +115,11 @@ class ArchiveSummary:
 
 
 def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambda done, total: None) -> ArchiveSummary:
-    """Write everything that a version refers to, verifying the digests.
+    """Write every version and the contents that versions refer to, verifying the digests.
 
     Raises:
-        AdapterCorrupt: weights are damaged or missing; names the versions that use them.
-        StoreUnusable: it has more than an archive can hold.
+        AdapterCorrupt: weights are damaged or missing; the message names the versions that use them.
+        StoreUnusable: the store has more than an archive can hold.
         OSError: the file cannot be written.
     """
     archive = _archive_of(store)
@@ -187,7 +187,7 @@ def import_store(
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
 
-    Every digest is verified and every adapter validated against the base again, but for what is refused before. Ids,
+    Every digest is verified, and every adapter that was not refused earlier is validated against the base again. Ids,
     versions, aliases and limits become visible together, or not at all.
 
     Args:
@@ -197,15 +197,16 @@ def import_store(
         max_lora_rank: highest rank accepted.
         progress: called with the bytes of weights done and in total.
         check_limits: raises ValueError or TypeError for invalid limits of an id.
-        check_defaults: raises ValueError for invalid defaults of a version; gets them as JSON, and the config of its
-            weights, {} without any. Returns what a stored sum consists of.
-        skip: called with each adapter that is refused and the reason, and the others are imported; None: nothing is.
+        check_defaults: raises ValueError for invalid defaults of a version; called with them as JSON and the config of
+            the version's weights ({} without weights). Returns the parts of a stored sum.
+        skip: called with each refused adapter and the reason; the others are imported. If None, a refused adapter
+            refuses the whole archive.
 
     Raises:
         AdaptersRefused: limits, defaults or weights of some adapters cannot be served, and `skip` is None.
         InvalidArchive: it is not an archive, is damaged, was made for another base, or holds ids that the store has
             already.
-        InvalidAdapterId, DigestMismatch: it holds something that cannot be served.
+        InvalidAdapterId, DigestMismatch: an id of the archive is invalid, or weights do not match their digest.
         StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
     """
     if store.index.position() is not None:
@@ -227,7 +228,7 @@ def import_store(
         store.index.restore(kept.records, uploads, kept.last_versions, kept.owners, kept.defaults)
         undo.pop_all()
     with suppress(StoreUnusable, StoreFull):
-        # Else the next collection does.
+        # If this is not reached, the next garbage collection removes them.
         store.blobs.remove([digest for digest in added if digest not in kept.blobs])
     return _summary(kept)
 
@@ -242,7 +243,7 @@ def _read_manifest(reader: TarReader) -> Archive:
 
 
 def _bind_base(archive: Archive, store: OfflineStore) -> None:
-    """Bind an empty store to the archive's base; any other must have been filled for the same."""
+    """Bind an empty store to the archive's base; check that any other store has the same base."""
     theirs, ours = BaseIdentity.from_text(archive.base), stored_base(store.index)
     if store.index.is_empty():
         store.index.bind_base(archive.base)
@@ -273,9 +274,10 @@ def _import_blobs(
     undo: ExitStack,
     progress: Progress,
 ) -> list[str]:
-    """Write each blob that is wanted under its verified digest; a member's name only announces which it is.
+    """Write each wanted blob under its digest; a member's name only announces the digest, which is verified.
 
-    Returns: those that the store did not have.
+    Returns:
+        The digests that the store did not have.
     """
     awaited, added = dict(announced), list[str]()
     undo.callback(_remove, store, added)
@@ -313,8 +315,9 @@ def _import_blobs(
 
 
 def _remove(store: OfflineStore, digests: Sequence[str]) -> None:
-    """Remove the weights of an import that has failed, if no crash can bring back what refers to them; else the next
-    collection does."""
+    """Remove the weights of a failed import, unless a crash could restore references to them; in that case the next
+    garbage collection removes them.
+    """
     with suppress(StoreUnusable, StoreFull):
         store.index.discard_failed_commit()
         store.blobs.remove(digests)
@@ -327,7 +330,7 @@ def _validate_uploads(
     max_lora_rank: int,
     refuse: Callable[[AdapterId, str], object],
 ) -> dict[tuple[AdapterId, int], Upload]:
-    """Check every version as at its upload, reading weights once for all versions that describe them alike."""
+    """Check every version as at its upload, reading weights only once for versions with the same content and config."""
     uploads: dict[tuple[AdapterId, int], Upload] = {}
     known: dict[tuple[AdapterKey, bool, str], Upload] = {}
     for at, archived in archive.uploads.items():
@@ -346,7 +349,7 @@ def _check_upload(
 ) -> Upload:
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
-        # Its uploader accepted the drift; the warning is in the report again.
+        # The uploader accepted the drift; the new report has the warning again.
         checked = check_adapter(
             archived.config,
             file,

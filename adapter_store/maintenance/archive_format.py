@@ -28,8 +28,8 @@ from adapter_store.registry.references import (
 from adapter_store.spec import BF16, FORMS, INT8, AdapterId, AdapterKey, Form
 
 FORMAT = 4
-# In format 1, the config of a content's first uploader stood for all of its versions; until 2, all forms were bf16;
-# until 3, every version had weights and none had defaults.
+# In format 1, all versions of a content had the config of its first uploader. Up to format 2, all forms were bf16. Up
+# to format 3, every version had weights and none had defaults.
 READABLE = (1, 2, 3, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
@@ -64,9 +64,9 @@ class ArchivedUpload:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Hold the manifest. Ranks and bytes in `records` are 0: they are read from the weights again.
+    """Hold the manifest. Ranks and bytes in `records` are 0: an import reads them from the weights.
 
-    A version that is not in `uploads` has no weights. `defaults` are JSON, as `AdapterStore.register` gets them.
+    A version that is not in `uploads` has no weights. `defaults` are JSON, as in `AdapterStore.register`.
     """
 
     base: str
@@ -79,11 +79,11 @@ class Archive:
 
     @property
     def blobs(self) -> dict[str, int]:
-        """Return bytes by digest, sorted."""
+        """Return the number of bytes of each blob by digest, sorted."""
         return dict(sorted((c.weights_digest, c.num_bytes) for c in self.contents.values()))
 
     def without(self, refused: Collection[AdapterId]) -> "Archive":
-        """Return the archive without some ids, and without what only they refer to."""
+        """Return the archive without some ids and the contents that only these refer to."""
         uploads = {at: upload for at, upload in self.uploads.items() if at[0] not in refused}
         keys = {upload.key for upload in uploads.values()}
         return Archive(
@@ -136,7 +136,7 @@ def read_manifest_json(data: bytes) -> Archive:
     """Parse the output of `Archive.to_json` from untrusted bytes.
 
     Raises:
-        InvalidArchive: names the place.
+        InvalidArchive: a value is missing or invalid; the message names its path.
     """
     try:
         manifest = json.loads(data, parse_constant=_no_constant)
@@ -203,7 +203,7 @@ class _Place:
         return InvalidArchive(f"{self.name}{field} of the archive's manifest: {why}")
 
     def checked(self, field: str, check: Callable[[], Any]) -> Any:
-        """Return the result of `check`; its errors are reported for this place."""
+        """Return the result of `check`, turning its errors into InvalidArchive with this path."""
         try:
             return check()
         except AdapterError as error:
@@ -251,7 +251,7 @@ def _upload(key: str, version: _Place, content: _Place) -> ArchivedUpload:
     if not isinstance(is_partial, bool):
         raise source.wrong("partial")
     config: Json = source.get("config", dict)
-    # The config's uploader is unknown, and other uploaders must not learn what it was trained on.
+    # The config's uploader is unknown, and other uploaders must not learn which base it was trained on.
     shown = config if own else {name: value for name, value in config.items() if name not in UPLOADERS_OWN}
     return ArchivedUpload(AdapterKey(key), shown, is_partial)
 
@@ -292,7 +292,7 @@ def _record(
 
 
 def _key(version: _Place, contents: Mapping[str, _Place]) -> AdapterKey | None:
-    """Return the content of a version; None without weights, which only defaults allow."""
+    """Return the key of a version's content, or None without weights, which only a version with defaults may lack."""
     if "content" in version.values and version.values["content"] is None and "defaults" in version.values:
         return None
     key = version.get("content", str)

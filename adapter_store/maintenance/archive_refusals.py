@@ -1,4 +1,4 @@
-"""Collect which adapters of an archive cannot be served, and why, so that all of them are told at once."""
+"""Collect the adapters of an archive that cannot be served, and why, so that all are reported at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,13 +15,13 @@ CheckDefaults = Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]]
 
 
 class Refusals:
-    """Hold the first reason for each adapter of an archive that is refused.
+    """Hold the first reason for each refused adapter of an archive.
 
     Args:
-        archive: what is imported.
-        check_limits, check_defaults: as of `import_store`.
-        max_bytes: most that weights may have.
-        records, last_versions: what the store has.
+        archive: the archive to import.
+        check_limits, check_defaults: as in `import_store`.
+        max_bytes: most bytes of one version's weights.
+        records, last_versions: the ids of the store, and the highest version number that each has used.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Refusals:
         self.reasons.setdefault(adapter_id, why)
 
     def settle(self, skip: Callable[[AdapterId, str], object] | None) -> None:
-        """Refuse sums of what is refused, too, and tell `skip` of all that it does not know yet.
+        """Also refuse sums of refused adapters, and call `skip` for each refused adapter once.
 
         Raises:
-            AdaptersRefused: there are some, and nobody to be told.
+            AdaptersRefused: an adapter is refused and `skip` is None.
         """
         while self._add_sums_of_refused():
             pass
@@ -93,7 +93,7 @@ class Refusals:
                 self.add(at[0], f"{at[0]}@{at[1]}: {error}")
 
     def _add_sums_of_refused(self) -> bool:
-        """Return whether there was one: another sum may be of its versions."""
+        """Refuse sums of refused adapters; return whether there were new ones, which may be parts of other sums."""
         before = len(self.reasons)
         for (adapter_id, version), parts in self._sums.items():
             for part in parts if adapter_id not in self.reasons else ():

@@ -12,7 +12,7 @@ from adapter_store.spec import AdapterId, AdapterKey
 
 
 class ArchivedPart(NamedTuple):
-    """Name one version of a sum as its defaults do: `mia@3`, the digest of its content, and its weight."""
+    """Name one part of a sum as the sum's defaults do: a version (`mia@3`), its content's digest, and its weight."""
 
     reference: str
     digest: str | None
@@ -28,15 +28,16 @@ def check_sums(
     records: Mapping[AdapterId, AdapterRecord],
     last_versions: Mapping[AdapterId, int],
 ) -> None:
-    """Check that every part of a sum is in the archive or the store, or was deleted, as parts may be.
+    """Check that every part of a sum is in the archive or the store, or was in one of them: parts may be deleted.
 
     Args:
-        sums: parts by the version whose weights they are; none for versions that are no sum.
-        records: what the store has.
-        last_versions: highest number that each id of the store has used.
+        sums: the parts of each version; empty for versions that are not a sum.
+        records: the ids of the store.
+        last_versions: highest version number that each id of the store has used.
 
     Raises:
-        InvalidArchive: one never was there or has another content, or the sum is none.
+        InvalidArchive: a part never existed or has another content, the version also has its own weights, or its parts
+            add up to nothing.
     """
     known = {**records, **{record.adapter_id: record for record in archive.records}}
     used = {**last_versions, **archive.last_versions}
@@ -55,7 +56,7 @@ def check_sums(
 def _key(
     part: ArchivedPart, name: str, known: Mapping[AdapterId, AdapterRecord], used: Mapping[AdapterId, int]
 ) -> AdapterKey:
-    """Return the content of a part."""
+    """Return the key of a part's content."""
     why = f"{name} is a sum of {show(part.reference)}"
     try:
         reference, key = parse_reference(part.reference), AdapterKey(check_digest(part.digest or ""))

@@ -1,4 +1,4 @@
-"""Garbage collection and integrity checks of a store that no server uses. They need no base."""
+"""Garbage collection and integrity checks of a store that no server uses. They do not need the base."""
 
 import hashlib
 import os
@@ -78,10 +78,10 @@ class OfflineStore:
             self._undo.close()
 
     def collect(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> CollectSummary:
-        """Remove what nothing refers to.
+        """Remove contents and weights that nothing refers to.
 
-        Contents and their weights are removed at once, weights that were never registered if older than `age_s`, and
-        unfinished uploads always.
+        Unreferenced contents, with their weights, and unfinished uploads are always removed; weights that were never
+        registered are removed if they are older than `age_s`.
         """
         before = self.blobs.sizes()
         unnamed = self.index.unreferenced_contents()
