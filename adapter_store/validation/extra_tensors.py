@@ -1,7 +1,7 @@
-"""Tensors of an adapter beside lora_A and lora_B: DoRA's magnitudes, biases, and norms that were trained whole.
+"""Tensors of an adapter beside lora_A and lora_B: DoRA's magnitudes, biases, and fully trained norms.
 
-PEFT loads what the file has and the model has a place for, and leaves out the rest with a warning. Here a tensor that
-has no place is a problem, and so is a place without the tensor that the config promises.
+PEFT loads the tensors that fit the model and skips the others with a warning. Here a tensor that does not fit is a
+problem, and so is a missing tensor that the config promises.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from adapter_store.spec import BaseShapes, LoraModule, SavedTensor
 from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_ends
 
 Parts = Mapping[str, str]
-"""Part -> name of the tensor, of one module."""
+"""The tensors of one module: part -> name of the tensor."""
 Site = tuple[int, str]
 
 
@@ -26,8 +26,8 @@ def check_lora_extras(
     config: AdapterConfig | None,
     problems: ProblemList,
 ) -> dict[str, str | None]:
-    """Return the tensors beside A and B of one adapted module, as fields of `LoraModule`; the tables of the vocabulary
-    are served without any.
+    """Return the tensors beside A and B of one adapted module, as fields of `LoraModule`; the embedding and the head
+    cannot have any.
     """
     at, width = module_name(base, *site), base.widths(site[1])[1]
     found: dict[str, str | None] = {}
@@ -56,7 +56,7 @@ def match_saved(
 ) -> tuple[SavedTensor, ...]:
     """Return the tensors that replace the base's; record a problem for each that PEFT would leave out.
 
-    A linear in modules_to_save is refused there (`check_promised`), whatever tensors it has.
+    Linears in modules_to_save are skipped: `check_promised` refuses them, whatever tensors they have.
     """
     saved = []
     inside = {site: parts for site, parts in groups.items() if site[1] not in base.ends}
@@ -84,7 +84,7 @@ def match_saved(
 
 
 def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
-    """Record a problem if PEFT would share one LoRA between the head and the embedding: where they are tied."""
+    """Record a problem if PEFT would share one LoRA between the head and the embedding, as it does for tied ones."""
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
     if ties_ends(base, config) and not adapted.isdisjoint(base.ends):
         message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
@@ -97,10 +97,10 @@ def check_promised(
     config: AdapterConfig,
     problems: ProblemList,
 ) -> None:
-    """Record what modules_to_save names as PEFT does, by the end of a full name, if it is neither a norm nor a table of
-    the vocabulary, or has no tensor.
+    """Record a problem for each module in modules_to_save that is neither a norm, the embedding nor the head, or that
+    has no tensor. As in PEFT, an entry matches the end of a module's full name.
 
-    PEFT fails on a module without its tensors, and leaves LoRA out of what lies inside a named one.
+    PEFT fails on a named module without tensors, and applies no LoRA inside a named module.
     """
     if not config.modules_to_save:
         return
@@ -133,19 +133,19 @@ def check_promised(
 
 
 def is_copied(name: str, config: AdapterConfig) -> bool:
-    """Return whether modules_to_save names a module or one that it lies in: PEFT puts no LoRA on it."""
+    """Return whether modules_to_save names a module or one that contains it: PEFT applies no LoRA to it."""
     return any(part.endswith(config.modules_to_save) for part in (name, *_containers(name)))
 
 
 def _containers(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a module lies in."""
+    """Yield the names of the modules that contain a module."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def missing_biases(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig) -> Iterator[str]:
-    """Yield full names of biases that the config promises and no tensor is for."""
+    """Yield the full names of biases that the config promises and the file lacks."""
     for layer in range(base.num_layers):
         for module in [own for own in sorted(base.biased) if (layer, own) not in base.lacking]:
             parts = groups.get((layer, module), {})
@@ -155,7 +155,7 @@ def missing_biases(groups: Mapping[Site, Parts], base: BaseShapes, config: Adapt
 
 
 def notices_of(modules: tuple[LoraModule, ...], saved: tuple[SavedTensor, ...], base: BaseShapes) -> list[str]:
-    """Return what was read beside lora_A and lora_B, in words."""
+    """Return a notice for each kind of tensor that was read beside lora_A and lora_B."""
     norms = sum(tensor.module not in base.modules for tensor in saved)
     counts = {
         "DoRA's magnitudes of {} modules": sum(m.magnitude is not None for m in modules),

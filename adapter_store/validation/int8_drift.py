@@ -1,6 +1,7 @@
-"""Measurement of what storing an adapter as int8 codes changes: the delta of every module, without building one.
+"""Measurement of how much storing an adapter as int8 codes changes the delta of every module.
 
-The Frobenius norm of a product needs only the Gram matrices of its factors: |B A|^2 = sum((B'B) * (A A')), r x r each.
+Deltas are not computed: the Frobenius norm of a product needs only the Gram matrices of its factors, r x r each:
+|B A|^2 = sum((B'B) * (A A')).
 """
 
 import math
@@ -19,15 +20,15 @@ from adapter_store.formats.weights import LoraTensors
 from adapter_store.spec import BaseShapes, LoraModule
 
 WARNED_DRIFT, MOST_DRIFT = 0.02, 0.10
-"""Of a module: trained adapters of ranks 4 to 16 drift by at most 0.01."""
+"""Largest accepted drift of a module. Trained adapters of ranks 4 to 16 drift by at most 0.01."""
 _PRODUCT_SIZE = 1 << 18
-"""Multiplications of one product: BLAS starts threads for larger ones, which would compete with requests."""
+"""Largest number of multiplications in one product. BLAS starts threads for larger ones, competing with requests."""
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Report |delta as int8 - delta| / |delta|, Frobenius norms, of all modules together and of the worst one."""
+    """Report |delta as int8 - delta| / |delta| (Frobenius norms), of all modules together and of the worst one."""
 
     rms: float
     worst: float
@@ -59,14 +60,14 @@ def measure_drift(
     *,
     allow_drift: bool,
 ) -> Drift:
-    """Measure the drift of checked weights; record a problem for what int8 cannot hold, or holds too badly.
+    """Measure the drift of checked weights; record a problem for values that int8 cannot hold, or too much drift.
 
     Args:
         file: the weights.
         header: their header.
         modules: the adapted modules.
         base: shapes that the adapter fits.
-        problems: takes the problems.
+        problems: receives the problems.
         allow_drift: accept any drift.
     """
     changed = whole = 0.0
@@ -103,7 +104,7 @@ def _read(file: BinaryIO, header: SafetensorsHeader, name: str) -> npt.NDArray[n
 
 
 def _squares(a: Doubles, b: Doubles, coded: CodedTensors) -> tuple[float, float]:
-    """Return the squared norms of the change and of the delta b @ a, whose factors are [rank, in] and [out, rank]."""
+    """Return the squared norms of the change and of the delta b @ a, where a is [rank, in] and b [out, rank]."""
     codes = coded.a.astype(np.float64)
     scaled = coded.b * coded.factors.astype(np.float64)[:, None]
     rows = np.ascontiguousarray(b.T)
@@ -119,7 +120,7 @@ def _product(a: Doubles, other_a: Doubles, b: Doubles, other_b: Doubles) -> floa
 
 
 def _gram(x: Doubles, y: Doubles) -> Doubles:
-    """Return x @ y', in products that BLAS computes in the calling thread."""
+    """Return x @ y', in pieces small enough that BLAS computes them in the calling thread."""
     step = max(1, _PRODUCT_SIZE // (len(x) * len(y)))
     total = np.zeros((len(x), len(y)))
     for start in range(0, x.shape[1], step):

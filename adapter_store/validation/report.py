@@ -1,7 +1,7 @@
 """Report about an accepted adapter, including warnings about another base model or quantization.
 
-Base models are compared by name: the last part of a hub id or path. Suffixes behind the model's own name say how the
-file is encoded (`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`); the rest must be equal: Llama-3.2-1B is not
+Base models are compared by name: the last part of a hub id or path. Suffixes after the model's own name describe the
+encoding of the file (`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`). The rest must be equal: Llama-3.2-1B is not
 Llama-3.2-1B-Instruct.
 """
 
@@ -64,11 +64,11 @@ def base_warnings(trained_on: str, served: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """Report what was matched, and its strength. `layers` counts the layers touched; `digest` is the AdapterKey.
+    """Report what was matched, and its strength. `layers` counts the adapted layers; `digest` is the AdapterKey.
 
-    `modules_expected` counts the matched modules and those that target_modules names besides, none of which are known
-    if it is a pattern. `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` say which
-    names were read differently than written. `drift` is what the form `stored` changes, None for "bf16".
+    `modules_expected` counts the matched modules and others that target_modules names (unknown, so none, if it is a
+    pattern). `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` name what was read
+    beside the matrices or under another name. `drift` is the change by the form `stored`, None for "bf16".
     """
 
     modules_matched: int
@@ -118,7 +118,7 @@ def build_report(
     notices: tuple[str, ...],
     drift: Drift | None,
 ) -> UploadReport:
-    """Build the report of a validated adapter. `missing` names modules that the config names and the file lacks."""
+    """Build the report of a validated adapter. `missing` holds the modules that the config names and the file lacks."""
     ranks = [m.rank for m in spec.modules]
     scalings = [m.scaling for m in spec.modules]
     warnings = [

@@ -1,8 +1,8 @@
 """Comparison of the modules that the config names with those that the file has tensors for.
 
-PEFT adapts what the config names and loads from the file what fits: a named module without tensors stays as
-initialized, and tensors for an unnamed one are dropped with a warning. Here both are reported. If the config selects no
-modules, or by an expression that is not matched here, the tensors are the only list and nothing can be missing.
+PEFT adapts the modules that the config names and loads the tensors that fit: a named module without tensors keeps its
+initial values, and tensors of an unnamed module are dropped with a warning. Here both are reported. If the config names
+no modules, or selects them by an expression that is not evaluated here, no module can be missing.
 """
 
 from collections.abc import Collection
@@ -20,9 +20,10 @@ OUTSIDE_LAYERS = ("model.embed_tokens", "lm_head")
 def missing_modules(
     selection: ModuleSelection, base: BaseShapes, found: Collection[tuple[int, str]], tensor_names: Collection[str]
 ) -> tuple[str, ...]:
-    """Return full names of modules that the config names and no tensor is for, in the order of the layers.
+    """Return the full names of modules that the config names and that have no tensors, in the order of the layers.
 
-    `found` holds those of the layers that have tensors; outside the layers, any tensor that contains the name counts.
+    `found` holds the modules of the layers that have tensors; outside the layers, any tensor whose name contains the
+    module's name counts.
     """
     named = {place: module_name(base, *place) for place in base.places() if place not in found}
     inside = [name for name in named.values() if selection.selects(name)]
@@ -43,7 +44,7 @@ def check_complete(missing: tuple[str, ...], num_expected: int, problems: Proble
 
 
 def ties_ends(base: BaseShapes, config: AdapterConfig) -> bool:
-    """Return whether what the config names of the embedding or of the head is for both."""
+    """Return whether an entry of the config for the embedding or for the head applies to both."""
     return base.tied and config.ensure_weight_tying
 
 
@@ -70,6 +71,6 @@ def check_targeted(
 
 
 def spellings(place: TensorPlace, base: BaseShapes) -> tuple[str, ...]:
-    """Return a module's name in the base, and the one PEFT may have seen in training if that differs."""
+    """Return a module's name in the base, and its name in training with PEFT if that may differ."""
     plain, saved = module_name(base, place.layer, place.module), place.name.saved_module
     return (plain,) if saved in ("", plain) else (plain, saved)

@@ -1,6 +1,6 @@
 """Scan of every value of an adapter, in chunks: finite, representable in bf16, all zero, and norms.
 
-bf16 has no NumPy type: floats are tested by their bits, so one integer comparison serves each type.
+NumPy has no bf16 type, so floats are tested by their bits: one integer comparison works for every type.
 """
 
 import math
@@ -27,7 +27,7 @@ class _FloatBits:
     infinity: int
 
 
-# F32 is refused from the value that rounds to infinity in bf16, in which adapters are kept.
+# F32 is refused from the first value that rounds to infinity in bf16, the type in which adapters are kept.
 _BITS: Mapping[str, _FloatBits] = {
     "BF16": _FloatBits("<u2", 0x7FFF, 0x7F80, 0x7F80),
     "F16": _FloatBits("<u2", 0x7FFF, 0x7C00, 0x7C00),
@@ -36,14 +36,14 @@ _BITS: Mapping[str, _FloatBits] = {
 
 
 class Hasher(Protocol):
-    """Describe the method of `hashlib` objects that is used."""
+    """Describe the only method of `hashlib` objects that is used."""
 
     def update(self, data: bytes, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """Hold what only the data shows: tensors that are all zero, and the requested Frobenius norms."""
+    """Hold facts that only the data shows: tensors that are all zero, and the requested Frobenius norms."""
 
     zero_tensors: frozenset[str] = field(default_factory=frozenset)
     norms: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def scan_data(
     problems: ProblemList,
     norms_of: Collection[str],
 ) -> DataFacts:
-    """Read the data from `file`'s position, its first byte, to the end, hashing it and testing every value."""
+    """Read the data, hashing it and testing every value. `file` must be at the first byte of the data."""
     facts = {
         name: _scan_tensor(file, name, info, hasher, problems, name in norms_of)
         for name, info in header.tensors.items()
@@ -96,13 +96,13 @@ def _scan_tensor(
 
 
 def _highest_magnitude(chunk: bytes, bits: _FloatBits) -> int:
-    """Return the bits of the largest magnitude: as unsigned integers, infinities and NaN are the highest."""
+    """Return the bits of the largest magnitude as an unsigned integer; infinities and NaN are the highest."""
     values = np.frombuffer(chunk, dtype=bits.integer)
     return int((values & np.asarray(bits.magnitude, dtype=values.dtype)).max())
 
 
 def _sum_of_squares(chunk: bytes, dtype: str) -> float:
-    """Return the sum in fp64, by einsum, which starts no threads that would compete with requests."""
+    """Return the sum in fp64. It uses einsum, which starts no threads that would compete with requests."""
     with np.errstate(all="ignore"):
         values = widen(np.frombuffer(chunk, dtype=NUMPY_TYPES[dtype]), dtype).astype(np.float64)
         return float(np.einsum("i,i->", values, values))

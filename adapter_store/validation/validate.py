@@ -1,8 +1,8 @@
-"""Validation of an adapter against the base. Every problem is found before anything is refused. Without torch.
+"""Validation of an adapter against the base, without torch. Every problem is found before an adapter is refused.
 
-`check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
+`check_adapter` is the complete check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
 completeness and every value of the data, in one pass over the file. `validate_adapter` is repeated when a stored
-adapter is loaded; it does not check completeness, which was decided, and perhaps waived, at the upload.
+adapter is loaded. It does not check completeness, which was decided, and perhaps waived, at the upload.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS, match_rows, ro
 
 KEY_FORMAT = 1
 _MOST_VECTORS = 3
-"""Of a linear: a magnitude, a bias beside lora_B and one instead of the base's."""
+"""Most other tensors of a linear: a magnitude, a bias beside lora_B and one that replaces the base's."""
 MAX_FLOAT32 = 3.4028234663852886e38
 
 
@@ -78,9 +78,9 @@ class CheckedAdapter:
 class MatchedTensors:
     """Hold the match of tensors to the base.
 
-    `modules` and `saved` passed, sorted by (layer, module), and `rows`, in the order in which they count; `groups`
-    holds the tensors of every module by part, `places` the place of every A and B, `notices` what was read, and how
-    names were.
+    `modules` and `saved` passed, sorted by (layer, module), as did `rows`, of which later ones replace earlier ones.
+    `groups` holds the tensors of every module by part, `places` the place of every A and B, `notices` what was read
+    beside the matrices or under another name.
     """
 
     modules: tuple[LoraModule, ...] = ()
@@ -126,20 +126,21 @@ def check_adapter(
     stored: Form = BF16,
     allow_drift: bool = False,
 ) -> CheckedAdapter:
-    """Check one file completely, read once from its start; `spec.weights_digest` is that of the bytes read.
+    """Check one file completely, reading it once from its start; `spec.weights_digest` is the digest of the bytes read.
 
     Args:
         config: the adapter's config.
         file: the weights.
-        file_bytes: their length.
+        file_bytes: the length of `file`.
         base: shapes that the adapter must fit.
         max_rank: highest rank accepted.
         allow_partial: accept a config that names more modules than there are tensors for.
-        stored: the form to keep it in. For "int8", the matrices are read a second time, to measure the drift.
+        stored: the form to keep the adapter in. For "int8", the matrices are read a second time, to measure the drift.
         allow_drift: accept any drift.
 
     Raises:
-        AdapterInvalid: with every problem of config, header, names, shapes and values; then those of the form.
+        AdapterInvalid: with every problem of config, header, names, shapes and values; if there is none, with those of
+            the form.
     """
     problems = ProblemList()
     if stored not in get_args(Form):
@@ -185,7 +186,7 @@ def _check_modules(
     problems: ProblemList,
     allow_partial: bool,
 ) -> tuple[str, ...]:
-    """Compare the config's modules with the tensors'; return the names of those without tensors."""
+    """Compare the config's modules with those that have tensors; return the names of those without."""
     check_targeted(adapter_config, base, matched.places, problems)
     check_promised(matched.groups, base, adapter_config, problems)
     check_tying(matched.groups, base, adapter_config, problems)
@@ -210,13 +211,13 @@ def _header(file: BinaryIO, file_bytes: int, base: BaseShapes, problems: Problem
 
 
 def max_names(base: BaseShapes) -> int:
-    """Return how many entries a pattern or list of modules in a config may have: every module of the base, twice."""
+    """Return the most entries of a pattern or list of modules in a config: twice the modules of the base."""
     return max(MIN_MAX_NAMES, 2 * base.num_layers * len(base.modules))
 
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
-    """Return the size of the largest adapter of this base: float32, every module at the highest rank, a copy of each
-    table of the vocabulary, and heads.
+    """Return the bytes of the largest adapter of this base: float32, every module at the highest rank, copies of the
+    embedding and the head, and Medusa heads.
     """
     linears = sum(max_rank * (n_in + n_out) + _MOST_VECTORS * n_out for n_in, n_out in base.modules.values())
     outside = sum(max_rank * (n_in + n_out) + n_in * n_out for n_in, n_out in base.ends.values()) + base.hidden_size
@@ -232,8 +233,9 @@ def match_modules(
     max_rank: int,
     problems: ProblemList,
 ) -> MatchedTensors:
-    """Return the adapted modules and the heads; record a problem for each tensor that matches none, or the same half
-    as another."""
+    """Return the adapted modules and the heads; record a problem for each tensor that matches no module, or the same
+    part as another tensor.
+    """
     of_heads = [name for name in header.tensors if is_head_name(name)]
     heads = match_heads(header, of_heads, base.hidden_size, problems)
     others = [name for name in header.tensors if not is_head_name(name)]
@@ -275,7 +277,7 @@ def match_modules(
 
 
 def is_adapted(parts: Parts) -> bool:
-    """Return whether a module of the base has LoRA tensors, whole or not."""
+    """Return whether a module of the base has LoRA tensors, complete or not."""
     return not parts.keys().isdisjoint((A, B, MAGNITUDE, B_BIAS))
 
 
@@ -325,7 +327,7 @@ def _check_rank(
     max_rank: int,
     problems: ProblemList,
 ) -> float:
-    """Return the module's scaling; record a rank over the limit or unlike the config's, and an infinite scaling."""
+    """Return the module's scaling; record a rank above the limit or unlike the config's, and an infinite scaling."""
     name, *other_spelling = spellings(place, base)
     if rank > max_rank:
         problems.add(
@@ -380,12 +382,12 @@ def adapter_key(
     rows: tuple[VocabRows, ...] = (),
     added_tokens: tuple[AddedToken, ...] = (),
 ) -> AdapterKey:
-    """Return the SHA-256 over the resolved config, the weights' digest, the form, unless that is "bf16", and the rows
-    of the vocabulary and tokens of its own, if any.
+    """Return the SHA-256 over the resolved config, the weights' digest, the form unless it is "bf16", and the
+    vocabulary rows and added tokens, if any.
 
-    r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, modules_to_save and
-    trainable_token_indices through the rows, and every other field changes nothing or is refused; so two configs of
-    equal meaning have one key. The scaling is written as an exact hexadecimal float.
+    Configs of equal meaning have one key: r, lora_alpha, use_rslora and both patterns act only through each module's
+    rank and scaling, modules_to_save and trainable_token_indices only through the rows, and every other field has no
+    effect or is refused. The scaling is written as an exact hexadecimal float.
     """
     resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]
     form = {} if stored == BF16 else {"stored": stored}

@@ -1,11 +1,11 @@
-"""Tensors of whole rows of the embedding and of the head: what they stand for, as PEFT puts them into the model.
+"""Tensors with whole rows of the embedding and of the head (the two tables), and what PEFT does with them.
 
-Three kinds: a copy of a table that was trained (`modules_to_save`), rows of some tokens (`trainable_token_indices`),
-and the base's own table, which PEFT saves beside LoRA of it. The last one is loaded over the base's, so that it changes
-both tables where they are tied; the other two belong to one module, unless PEFT ties them.
+There are three kinds: a trained copy of a table (`modules_to_save`), rows of some tokens (`trainable_token_indices`),
+and the base's own table, which PEFT saves beside LoRA of it. PEFT loads the last kind over the base's table, which
+changes both tables where they are tied. The other two kinds belong to one module, unless PEFT ties them.
 
-An adapter whose model was resized (`resize_token_embeddings`) has a vocabulary of its own: both tables have as many
-rows as it has tokens. Tokens beyond the base's, or beyond its tokenizer's, are named by the adapter's tokenizer.
+An adapter whose model was resized (`resize_token_embeddings`) has its own vocabulary: both tables have a row for each
+of its tokens. The adapter's tokenizer names the tokens that the base, or the base's tokenizer, lacks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,16 +19,17 @@ from adapter_store.spec import BaseShapes, VocabRows
 from adapter_store.validation.extra_tensors import Parts, Site
 
 MAX_ROW_BYTES = 2 << 30
-"""Most bytes, in bf16, of trained rows of an adapter: both tables of a base with 128,256 tokens and 4,096 numbers."""
+"""Most bytes, in bf16, of an adapter's trained rows: both tables for 128,256 tokens with hidden size 4,096."""
 MAX_ADDED_TOKENS = 1024
-"""Most tokens that an adapter has beyond the base's: logits of a step with it are as much wider."""
+"""Most tokens that an adapter may add to the base's: they widen the logits of every step with the adapter."""
 _TOKENS = "trainable_token_indices"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnVocabulary:
-    """Hold the rows that stand for tokens, in the order in which they count, and how many tokens there are: 0 for as
-    many as the base has."""
+    """Hold the rows of an adapter, of which later ones replace earlier ones, and its number of tokens: 0 for as many as
+    the base has.
+    """
 
     rows: tuple[VocabRows, ...] = ()
     size: int = 0
@@ -41,7 +42,7 @@ def match_rows(
     config: AdapterConfig | None,
     problems: ProblemList,
 ) -> OwnVocabulary:
-    """Return an adapter's vocabulary; record what PEFT would not load."""
+    """Return an adapter's vocabulary; record a problem for each tensor that PEFT would not load."""
     if config is None or not base.embedding:
         return OwnVocabulary()
     tensors = _Tensors(groups, base, config)
@@ -73,23 +74,23 @@ class _Tensors:
 
     @property
     def shares_ids(self) -> bool:
-        """Return whether PEFT gives the head the trained rows of the embedding."""
+        """Return whether PEFT uses the trained rows of the embedding for the head, too."""
         own = self.ids.get(self.embedding)
         return self.base.tied and own is not None and self.ids.get(self.head, own) == own
 
     def end_of(self, name: str) -> str:
-        """Return the table that a config names; "" if it names none."""
+        """Return the table that a name in the config means, or "" if none."""
         ends = [end for end in self.parts if end.endswith(name)]
         return self.embedding if not name else next(iter(ends), "")
 
     def has_copy(self, end: str) -> bool:
-        """Return whether a table has a trained copy of its own."""
+        """Return whether a table has its own trained copy."""
         named = {own: own.endswith(self.config.modules_to_save) for own in self.parts}
         is_tied = self.base.tied and self.config.ensure_weight_tying and end == self.head
         return WEIGHT in self.parts[end] and (named[end] or (is_tied and named[self.embedding]))
 
     def frozen_name(self, end: str) -> str:
-        """Return the name that the base's own table has in PEFT's model, where other names are not looked for."""
+        """Return the name of the base's own table in PEFT's model, the only one under which PEFT finds it."""
         parts = self.parts[end]
         if A in parts or B in parts:
             return f"{end}.base_layer.weight"
@@ -98,7 +99,7 @@ class _Tensors:
         return f"{end}.original_module.weight" if self.has_copy(end) else f"{end}.weight"
 
     def frozen(self) -> Iterator[VocabRows]:
-        """Yield the base's own tables, for each module that they replace."""
+        """Yield the saved copies of the base's own tables, once for each module whose table they replace."""
         for end, parts in self.parts.items():
             kinds = (FROZEN,) if self.has_copy(end) else (WEIGHT, FROZEN)
             for name in (parts[kind] for kind in kinds if kind in parts):
@@ -113,7 +114,7 @@ class _Tensors:
 
 
 def _plain(name: str, end: str) -> str:
-    """Return the name of a parameter that a tensor is for, from the table's own name on."""
+    """Return the name of a tensor's parameter, starting with the table's name."""
     return end + name.rpartition(end)[2]
 
 
@@ -141,7 +142,7 @@ def _trained(tensors: _Tensors, problems: ProblemList) -> Iterator[VocabRows]:
 
 
 def _check_conflicts(tensors: _Tensors, rows: tuple[VocabRows, ...], problems: ProblemList) -> None:
-    """Record what PEFT does not load, or loads in part."""
+    """Record a problem for each combination of tensors that PEFT does not load, or loads only in part."""
     trained = {own.module for own in rows if own.token_ids is not None}
     for end, parts in tensors.parts.items():
         has_lora = A in parts or B in parts
@@ -172,7 +173,7 @@ def _check_conflicts(tensors: _Tensors, rows: tuple[VocabRows, ...], problems: P
 def _vocab_size(
     rows: tuple[VocabRows, ...], header: SafetensorsHeader, tensors: _Tensors, problems: ProblemList
 ) -> int:
-    """Return how many tokens the adapter was trained with; record a problem if not all have rows in both tables."""
+    """Return the number of tokens that the adapter was trained with; record a problem if tables differ or lack rows."""
     vocab, hidden = tensors.base.ends[tensors.embedding]
     shapes = {own.name: header.tensors[own.name].shape for own in rows if own.token_ids is None}
     sizes = {shape[0]: name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == hidden}
@@ -206,7 +207,7 @@ def _check_has_rows(end: str, rows: tuple[VocabRows, ...], added: range, problem
 
 
 def _check_tokens(config: AdapterConfig, size: int, problems: ProblemList) -> None:
-    """Record a problem if the tokens of the adapter's own are too many, or have no rows."""
+    """Record a problem if the adapter adds too many tokens, or tokens without rows."""
     ids = [token.id for token in config.added_tokens]
     if len(ids) > MAX_ADDED_TOKENS:
         what = f"names {len(ids)} tokens that the base lacks; {MAX_ADDED_TOKENS} are the most"
@@ -242,7 +243,7 @@ def _is_replaced(own: VocabRows, later: tuple[VocabRows, ...]) -> bool:
 
 
 def row_notices(rows: tuple[VocabRows, ...]) -> list[str]:
-    """Return what was read, in words."""
+    """Return a notice for each tensor that was read."""
     copies = [own.module for own in rows if own.token_ids is None and not own.frozen]
     frozen = list(dict.fromkeys(own.name for own in rows if own.frozen))
     tokens = [(own.module, len(own.token_ids)) for own in rows if own.token_ids is not None]
