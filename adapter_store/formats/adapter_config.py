@@ -1,9 +1,9 @@
 """adapter_config.json: what each field means for serving, and the few numbers that decide the result.
 
-`FIELD_RULES` is the one table: a field is honoured, harmless, or refused with a remedy. A field that is not in the
-table is refused unless it is empty, so that a future LoRA variant is never served as plain LoRA. Checked against the
-fields and semantics of PEFT's LoraConfig, 0.21. Before any field is interpreted, the JSON itself is bounded in size,
-depth and types.
+`FIELD_RULES` has a rule for every known field: it is honoured, harmless, or refused with a remedy. A field without a
+rule is refused unless it is empty, so that a future LoRA variant is never served as plain LoRA. The rules were checked
+against the fields and semantics of LoraConfig in PEFT 0.21. Before any field is interpreted, the size, depth and types
+of the JSON are checked.
 """
 
 import json
@@ -25,7 +25,7 @@ Config = Mapping[str, object]
 
 
 def check_json(config: Config, problems: ProblemList) -> bool:
-    """Check that a config is finite, shallow JSON of bounded size; it may also arrive as a parsed object."""
+    """Check that a config is shallow JSON of limited size with finite numbers, also if it was not parsed from text."""
     before = len(problems)
     stack: list[tuple[str, object, int]] = [("", config, 0)]
     nodes = 0
@@ -82,7 +82,7 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """Describe a field, the decision about it, and for a refused one the remedy."""
+    """Describe a field, the decision about it and, if it is refused, the remedy."""
 
     decision: Decision
     description: str
@@ -165,18 +165,18 @@ _EXTRA_FIELDS = {
     "ensure_weight_tying": False,
     "added_tokens": None,
 }
-"""Fields that name more tensors than A and B, or say what they stand for, with the value that names none."""
+"""Fields that name tensors beside A and B, or describe them, with the value that names none."""
 BIASES = ("none", "lora_only", "all")
-# MiCA's forward pass is plain LoRA's; only the start of training differs. The same holds for the others.
+# These change only the initial values of training: the forward pass is plain LoRA's, also for MiCA.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Hold the fields that serving reads, with PEFT's meaning. Of several patterns the first match counts.
+    """Hold the fields that serving reads, with PEFT's meaning. If several patterns match, the first applies.
 
-    `token_indices` has the tokens of each module that `trainable_token_indices` names; "" is the embedding, whatever
+    `token_indices` has the tokens of each module that `trainable_token_indices` names; "" means the embedding, whatever
     its name.
     """
 
@@ -210,7 +210,7 @@ def parse_config(data: bytes) -> dict[str, object]:
     """Parse adapter_config.json strictly: at most 1 MiB, no repeated key, no NaN.
 
     Raises:
-        AdapterInvalid: it is not such a JSON object.
+        AdapterInvalid: the data is not such a JSON object.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise _config_error("config_too_large", f"has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read")
@@ -245,10 +245,10 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
     Args:
         config: the parsed JSON.
         problems: receives every problem found.
-        max_names: most entries that a field naming modules may have; each is compared with each module of the base.
+        max_names: most entries of a field that names modules; each is compared with each module of the base.
 
     Returns:
-        The fields that serving reads, None if there are problems.
+        The fields that serving reads, or None if there are problems.
     """
     before = len(problems)
     if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
@@ -293,7 +293,7 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
     _check_peft_type(config, problems)
     for key, value in config.items():
         rule = FIELD_RULES.get(key)
-        # For PEFT, {} turns a feature on, with every value by default.
+        # In PEFT, {} enables a feature with default values.
         is_set = value or isinstance(value, Mapping)
         if rule is None and is_set:
             problems.add(
@@ -310,7 +310,7 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
 
 
 def _check_together(config: Config, problems: ProblemList) -> None:
-    """Refuse fields that exclude each other in PEFT's LoraConfig, where such a file does not load."""
+    """Refuse fields that exclude each other in PEFT's LoraConfig, which does not load such a file."""
     dora, bias = config.get("use_dora"), config.get("lora_bias")
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     is_text = isinstance(config.get("target_modules"), str)
@@ -421,7 +421,7 @@ TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 
 
 def read_added_tokens(config: Config, problems: ProblemList) -> Iterator[AddedToken]:
-    """Yield the tokens of an adapter's own, in the form of a tokenizer.json."""
+    """Yield the tokens that an adapter adds, read from entries as in a tokenizer.json."""
     value = config.get("added_tokens")
     if not isinstance(value, list | None):
         problems.add("invalid_added_tokens", "added_tokens", f"= {show(value)}; it must be a list of tokens")
@@ -438,10 +438,10 @@ def read_added_tokens(config: Config, problems: ProblemList) -> Iterator[AddedTo
 
 
 def read_added_token(value: object) -> AddedToken:
-    """Return a token, in the form of a tokenizer.json.
+    """Return a token, read from an entry as in a tokenizer.json.
 
     Raises:
-        ValueError: it has no id, no text of 1 to `MAX_TOKEN_CHARS` characters as content, or flags that are none.
+        ValueError: it has no id, its content is not text of 1 to `MAX_TOKEN_CHARS` characters, or a flag is not a bool.
     """
     fields = value if isinstance(value, Mapping) else {}
     token_id, content = fields.get("id"), fields.get("content")
@@ -450,7 +450,7 @@ def read_added_token(value: object) -> AddedToken:
         raise ValueError(value)
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise ValueError(value)
-    # JSON may spell half a surrogate pair, which no tokenizer takes.
+    # JSON may contain half a surrogate pair, which no tokenizer accepts.
     content.encode("utf-8")
     return AddedToken(token_id, content, **flags)
 
@@ -461,7 +461,7 @@ def _patterns(
     """Yield (pattern, value, place) of every entry that can be matched.
 
     Args:
-        size: of the patterns before these; all together are bounded.
+        size: total size of the patterns read before; the total of all is limited.
     """
     value = config.get(field)
     if value is None:
@@ -474,7 +474,7 @@ def _patterns(
         try:
             pattern = parse_pattern(key)
         except ValueError as error:
-            # Each costs time to refuse, too.
+            # Stop here: refusing each further entry would take time, too.
             problems.add(f"unsupported_{field}", where, f"{error}. List the modules' names, one entry each")
             return
         size += pattern.size

@@ -1,5 +1,5 @@
-"""A folder that holds an adapter, of any trainer: PEFT's as it is, MLX's converted for as long as it is needed, and
-Medusa heads of a file of their own joined to the weights."""
+"""A folder with an adapter of any trainer: PEFT's is read as it is, MLX's is converted temporarily, and a separate file
+of Medusa heads is joined to the weights."""
 
 import contextlib
 import tempfile
@@ -22,10 +22,10 @@ from adapter_store.formats.peft_dir import (
 
 @contextlib.contextmanager
 def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir]:
-    """Find the adapter in a folder, converting MLX's form into a temporary folder that lasts as long as the block.
+    """Find the adapter in a folder, converting MLX's form into a temporary folder that exists during the `with` block.
 
     Raises:
-        AdapterInvalid: there is no adapter, several, or one in a form that is not served; says how to convert it.
+        AdapterInvalid: there is no adapter, several, or one that is not served; the message says how to convert it.
         OSError: it cannot be read.
     """
     folder, subdirectory = find_folder(path)
@@ -34,7 +34,7 @@ def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir
         with _with_heads(read_peft_dir(path, opener)) as peft:
             yield peft
         return
-    # Imported only here, as are heads: they need NumPy, which the command line's other uses do not wait for.
+    # Imported here, as are heads: they need NumPy, whose import would delay other commands.
     from adapter_store.formats.mlx_dir import convert_mlx
 
     with tempfile.TemporaryDirectory(prefix="lorasrv-mlx-") as target:
@@ -54,7 +54,7 @@ def _with_heads(peft: PeftDir) -> Iterator[PeftDir]:
         with peft.open_weights() as weights, peft.opener(peft.weights_path.with_name(HEADS_NAME)) as heads:
             join_heads(weights, heads, target)
         others = tuple(name for name in peft.ignored_files if name != HEADS_NAME)
-        # The folder's own files are read as before: they may be links to what is not to be read.
+        # Only the joined file is opened directly: the folder's files may be links to files that must not be read.
         own = peft.opener
         opener = lambda file: open_file(file) if file == target else own(file)  # noqa: E731
         yield replace(peft, weights_path=target, ignored_files=others, opener=opener)

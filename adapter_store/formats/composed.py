@@ -1,4 +1,4 @@
-"""Sums of adapters as one adapter: ranks add up, matrices stand side by side (`composition.Composition`)."""
+"""Sums of adapters as one adapter: ranks are summed, matrices are concatenated (`composition.Composition`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +13,10 @@ from adapter_store.spec import AdapterKey, AdapterSpec, LoraModule
 
 
 def compose_specs(composition: Composition, spec_of: Callable[[AdapterKey], AdapterSpec], max_rank: int) -> AdapterSpec:
-    """Return the spec of a sum: ranks add up, module by module.
+    """Return the spec of a sum, whose ranks are summed module by module.
 
     Raises:
-        NotComposable: a content cannot be summed, their forms differ, or a rank is over `max_rank`.
+        NotComposable: a content cannot be summed, the forms differ, or a rank exceeds `max_rank`.
         AdapterError: as `spec_of`.
     """
     assert composition.key is not None
@@ -50,7 +50,7 @@ def compose_specs(composition: Composition, spec_of: Callable[[AdapterKey], Adap
 def compose_weights(
     composition: Composition, spec: AdapterSpec, load: Callable[[AdapterKey], AdapterWeights]
 ) -> AdapterWeights:
-    """Return the weights of a sum whose spec is known, matrices side by side.
+    """Return the weights of a sum whose spec is known, with concatenated matrices.
 
     Raises:
         AdapterError: as `load`.
@@ -81,7 +81,7 @@ def _why_not_composable(spec: AdapterSpec) -> str:
 
 
 def _dtype(specs: Sequence[AdapterSpec]) -> str:
-    """Return a type that holds the values of all exactly."""
+    """Return a type that represents the values of all specs exactly."""
     return specs[0].dtype if len({spec.dtype for spec in specs}) == 1 else "F32"
 
 

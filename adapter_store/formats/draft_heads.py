@@ -1,11 +1,11 @@
-"""Medusa heads in an adapter's weights file: small blocks that guess the tokens behind the next one.
+"""Medusa heads in an adapter's weights file: small blocks that predict the tokens after the next one.
 
     medusa_head.<head>.<block>.linear.weight [H, H]
     medusa_head.<head>.<block>.linear.bias [H], if the block has one
 
-Head 0 guesses the token behind the next one from the last hidden state h: each block adds silu(W h + b) to h, and the
-base's own output layer turns the result into logits. A folder may hold the heads in a file of their own, as Medusa,
-TGI and LoRAX name it; they are then joined to the adapter's.
+Head 0 predicts the token after the next one from the last hidden state h: each block adds silu(W h + b) to h, and the
+base's output layer turns the result into logits. A folder may have the heads in a separate file, named as in Medusa,
+TGI and LoRAX; they are then joined to the adapter's weights.
 
 Source: Medusa (Cai et al. 2024, arXiv:2401.10774).
 """
@@ -47,7 +47,7 @@ def match_heads(
     header: SafetensorsHeader, names: Iterable[str], hidden_size: int, problems: ProblemList
 ) -> tuple[tuple[HeadBlock, ...], ...]:
     """Return the blocks of each head, with the names of their tensors; record a problem for each name that is not
-    part of a head, each shape that does not fit and each head or block that is left out."""
+    part of a head, each shape that does not fit and each missing head or block."""
     blocks: dict[tuple[int, int], dict[str, str]] = {}
     for name in names:
         at = show(name)[1:-1]
@@ -86,10 +86,10 @@ def _in_order(
 
 
 def read_own_header(file: BinaryIO) -> SafetensorsHeader:
-    """Return the header of a file that holds heads only, at whose beginning `file` is.
+    """Return the header of a file that holds only heads; `file` must be at its beginning.
 
     Raises:
-        AdapterInvalid: it is no safetensors file; names it.
+        AdapterInvalid: it is not a safetensors file; the message names it.
     """
     try:
         return read_header(file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
@@ -98,7 +98,7 @@ def read_own_header(file: BinaryIO) -> SafetensorsHeader:
 
 
 def _of_heads(problem: Problem) -> Problem:
-    """Return what a problem of an adapter's file is in a file of heads."""
+    """Return a problem of an adapter's file, worded for a file of heads."""
     messages = {
         "no_tensors": "holds no tensors, so no heads",
         "not_safetensors": "is no safetensors file; save the heads as one",
@@ -109,10 +109,10 @@ def _of_heads(problem: Problem) -> Problem:
 
 
 def join_heads(weights: BinaryIO, heads: BinaryIO, target: Path) -> None:
-    """Write an adapter's tensors and the heads of a file of their own to one file.
+    """Write an adapter's tensors and the heads of a separate file to one file.
 
     Raises:
-        AdapterInvalid: one of them is no safetensors file, or ends early, or both have heads.
+        AdapterInvalid: one of them is not a safetensors file, or ends early, or both have heads.
     """
     own = read_header(weights, os.fstat(weights.fileno()).st_size, MAX_JOINED_HEADER_BYTES)
     if any(map(is_head_name, own.tensors)):

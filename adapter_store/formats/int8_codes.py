@@ -1,8 +1,8 @@
 """Adapter matrices as int8 codes: one scale for every rank row of A and every rank column of B.
 
-A rank row is what both matrices have a row or column of; all scales of one rank row fold into one factor, with the
-module's scaling: scaling * B @ A = (codes_b * factor) @ codes_a. This changes the delta of trained adapters by 0.7 %,
-scales for every 32 numbers by 0.5 %; with a factorization by singular values before, the change is 1.5 times larger.
+Both scales of one index of the rank, and the module's scaling, are multiplied into one factor:
+scaling * B @ A = (codes_b * factor) @ codes_a. This changes the delta of trained adapters by 0.7 %; scales for every 32
+numbers would change it by 0.5 %. A singular value decomposition before would make the change 1.5 times larger.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def round_rows(rows: Floats) -> tuple[Codes, Floats]:
-    """Round the rows of a matrix [R, n] to multiples of a 127th of their largest magnitudes.
+    """Round the rows of a matrix [R, n] to multiples of their scales: 1/127 of the row's largest magnitude.
 
     Returns:
         Codes [R, n] and the scales [R]; rows without a normal scale have codes of 0 and a scale of 0.
@@ -45,5 +45,5 @@ class CodedTensors:
             self.factors = factors.astype(np.float32)
 
     def dequantized(self) -> tuple[Floats, Floats]:
-        """Return lora_a [rank, in] and lora_b [out, rank] as fp32 matrices, the scaling left out."""
+        """Return lora_a [rank, in] and lora_b [out, rank] as fp32 matrices, without the scaling."""
         return self.a * self.scales_a[:, None], (self.b * self.scales_b[:, None]).T

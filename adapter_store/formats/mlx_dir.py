@@ -1,10 +1,10 @@
 """Conversion of an adapter folder saved by MLX (mlx-lm's trainer) to PEFT's form.
 
-mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b`, lora_a [in, rank], lora_b [rank, out]: PEFT's matrices
-transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded. Its config is that of the
-training run: fine_tune_type; lora_parameters with rank and scale, and with keys if only some kinds of modules were
-trained; num_layers, the last ones of the model, or all if it is -1. Versions of early 2024 multiplied the scale by
-alpha / rank, later ones ignore alpha: if there is one, the factor is ambiguous.
+mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b` with lora_a [in, rank] and lora_b [rank, out]: these are
+PEFT's matrices transposed, and `scale` is PEFT's alpha / r. Values are moved, never rounded. MLX's config is that of
+the training run: fine_tune_type; lora_parameters with rank and scale, and with keys if only some kinds of modules were
+trained; num_layers, the number of trained layers at the model's end, or -1 for all. Versions of early 2024 multiplied
+the scale by alpha / rank and later ones ignore alpha, so the factor is ambiguous if there is an alpha.
 """
 
 import json
@@ -40,7 +40,7 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_SCALE = 1e30
 MAX_LAYER_DIGITS = 6
 MAX_LAYERS = 10_000
-"""More than any model has: beyond it, no layers are filled in."""
+"""More layers than any model has: with a higher layer number, missing layers are not filled in."""
 _HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 
@@ -50,8 +50,8 @@ def convert_mlx(
     """Convert MLX's adapter in `folder` and write it to `target`, an empty folder.
 
     Raises:
-        AdapterInvalid: DoRA or full weights, an unknown factor, tensors that are not lora_a or lora_b, a truncated
-            file.
+        AdapterInvalid: it has DoRA or full weights, an unknown factor or tensors other than lora_a and lora_b, or the
+            file is truncated.
     """
     problems = ProblemList()
     source = next((folder / name for name in (MLX_WEIGHTS_NAME, WEIGHTS_NAME) if (folder / name).is_file()), None)
@@ -74,7 +74,7 @@ def convert_mlx(
 
 
 def _factors(config: Mapping[str, object], problems: ProblemList) -> tuple[int, float]:
-    """Return rank and scale."""
+    """Return the rank and the scale."""
     kind = config.get("fine_tune_type", "lora")
     if kind == "dora" or config.get("use_dora"):
         problems.add("unsupported_use_dora", "fine_tune_type", "= 'dora' is not served; train it again with 'lora'")
@@ -159,7 +159,7 @@ def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) ->
     """Return the modules and layers that the run trained, so that missing tensors are noticed.
 
     The modules are those of the file and of the keys, the layers those of the file and the last `num_layers`. The
-    highest layer of the file is taken for the model's last.
+    highest layer in the file is assumed to be the model's last.
     """
     modules, layers = set(keys), set()
     for name in names:
@@ -186,7 +186,7 @@ def _keys(parameters: object, problems: ProblemList) -> Collection[str]:
 
 
 def _alpha(rank: int, scale: float) -> float:
-    """Return the alpha for which alpha / rank equals the scale exactly, if there is one."""
+    """Return an alpha for which alpha / rank equals the scale, exactly if one exists."""
     near = scale * rank
     for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
         if alpha / rank == scale:

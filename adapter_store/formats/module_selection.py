@@ -1,7 +1,7 @@
 """Which modules a config adapts: `target_modules`, `exclude_modules`, `layers_to_transform` and `layers_pattern`.
 
-PEFT takes names or regular expressions (`check_target_module_exists`). An expression that is not matched here leaves
-the selection unknown: then the tensors alone say which modules are adapted.
+PEFT accepts names or regular expressions (`check_target_module_exists`). If an expression cannot be evaluated here, the
+selection is unknown, and only the tensors say which modules are adapted.
 """
 
 import re
@@ -13,12 +13,12 @@ from adapter_store.formats.name_pattern import MAX_INSTRUCTIONS, Expression, lay
 
 ALL_LINEAR = "all-linear"
 _ANY_LAYERS = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""PEFT's pattern of a layer's number, if `layers_pattern` has none."""
+"""PEFT's pattern for a layer's number, if `layers_pattern` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """Match names of modules: by their end, or by an expression for the whole name."""
+    """Match module names by their end, or by an expression for the whole name."""
 
     names: tuple[str, ...] = ()
     expression: Expression | None = None
@@ -42,7 +42,7 @@ class ModuleSelection:
     layers: frozenset[int] | None = None
     layer_patterns: tuple[Expression, ...] = ()
     unmatched: str = ""
-    """The field whose expression is not matched here."""
+    """The field whose expression cannot be evaluated here."""
 
     @property
     def is_known(self) -> bool:
@@ -74,8 +74,8 @@ def read_selection(config: Mapping[str, object], problems: ProblemList, size: in
 
     Args:
         config: the parsed JSON.
-        problems: receives fields of a type that PEFT has no meaning for.
-        size: of the expressions read before; all together are bounded.
+        problems: receives a problem for each field of a type that PEFT does not accept.
+        size: total size of the expressions read before; the total of all is limited.
     """
     reader = _Reader(config, problems, size)
     target = config.get("target_modules")
@@ -88,7 +88,7 @@ def read_selection(config: Mapping[str, object], problems: ProblemList, size: in
 
 
 def strings(value: object) -> tuple[str, ...] | None:
-    """Return a list of texts; None if the value is another one."""
+    """Return the value if it is a list of texts, else None."""
     return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
 
 

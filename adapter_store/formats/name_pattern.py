@@ -1,9 +1,9 @@
 """Regular expressions of a config, matched with module names as PEFT matches them.
 
 An uploaded expression could keep Python's engine busy for years. Simple keys of rank_pattern and alpha_pattern are
-compared by hand: letters, digits, `_`, `.` for any character, `\\.` for a literal dot, `^` or `$` at the ends.
-All others are matched by RE2, whose time is linear in the name's length, and their sizes together are bounded. Only
-forms that Python and RE2 read alike are accepted (`_FORMS`): no lookaround, backreferences or flags.
+compared directly: letters, digits, `_`, `.` for any character, `\\.` for a literal dot, `^` or `$` at the ends.
+All others are matched by RE2, whose time is linear in the name's length, and the sum of their sizes is limited. Only
+forms with the same meaning in Python and RE2 are accepted (`_FORMS`): no lookaround, backreferences or flags.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 MAX_INSTRUCTIONS = 4096
-"""Of all expressions of a config together: each is matched with every module's name."""
+"""Limit for all expressions of a config together: each is matched with every module's name."""
 MAX_EXPRESSION_CHARS = 1024
 _MAX_BYTES = 1 << 20
 SERVED_FORMS = (
@@ -34,7 +34,7 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_")
 
 
 class Pattern(Protocol):
-    """Match module names; `size` is 0 for what costs nothing."""
+    """Match module names; `size` is 0 for patterns that do not need RE2."""
 
     @property
     def size(self) -> int: ...
@@ -63,7 +63,7 @@ def whole_name(expression: str) -> "Expression":
 
 
 def layer_of(expression: str) -> "Expression":
-    """Read an entry of `layers_pattern`: its `group` is the number of the layer in a name.
+    """Read an entry of `layers_pattern`; the expression's `group` is the number of the layer in a name.
 
     Raises:
         ValueError: see `Expression`.
@@ -109,14 +109,14 @@ class NamePattern:
 
 
 class Expression:
-    """Match by a regular expression of the forms that Python and RE2 read alike.
+    """Match by a regular expression whose forms mean the same in Python and RE2.
 
     Args:
         given: the expression of the config.
         whole: PEFT's expression around it, matched from the beginning of a name.
 
     Raises:
-        ValueError: it has other forms, or is no expression of Python's; says why.
+        ValueError: it has other forms, or Python does not accept it; the message says why.
     """
 
     def __init__(self, given: str, whole: str) -> None:
@@ -125,7 +125,7 @@ class Expression:
         if (read := _FORMS.match(given)) is None or read.end() < len(given):
             rest = given[read.end() if read else 0 :][:20]
             raise ValueError(f"has at {rest!r} what is not matched here: {SERVED_FORMS} are")
-        # Imported only here: other adapters do not need it.
+        # Imported here: most adapters do not need it.
         import re2
 
         options = re2.Options()
@@ -143,5 +143,5 @@ class Expression:
         return self._compiled.match(module_name) is not None
 
     def group(self, module_name: str) -> Any:
-        """Return the text of the group `layer` in a name that the expression matches; None if it took no part."""
+        """Return the text of the group `layer` in a name that the expression matches; None if the group is empty."""
         return self._compiled.match(module_name)[_LAYER]

@@ -58,8 +58,8 @@ def open_file(path: Path) -> BufferedReader:
 class PeftDir:
     """Describe the adapter found in a folder.
 
-    `subdirectory` is the folder it was found in, if not the one given; `ignored_files` are the other files there,
-    sorted; `notices` say what was converted. `tokenizer` is the tokenizer.json that names tokens of the adapter's own.
+    `subdirectory` is the folder below the given one in which it was found, if any; `ignored_files` are the other files
+    there, sorted; `notices` say what was converted. `tokenizer` is a tokenizer.json that adds tokens to the base's.
     """
 
     config: dict[str, object]
@@ -77,14 +77,14 @@ class PeftDir:
         return self.folder is not None and TOKENIZER_NAME in self.ignored_files
 
     def with_tokenizer(self, num_tokens: int) -> "PeftDir":
-        """Return it with its tokenizer, if that has tokens of the adapter's own: trainers save one in any case.
+        """Return this with its tokenizer, if that adds tokens: trainers save a tokenizer even if it adds none.
 
         Args:
-            num_tokens: those of the base's tokenizer.
+            num_tokens: the number of tokens of the base's tokenizer.
 
         Raises:
-            OSError: it cannot be read.
-            AdapterInvalid: it is too large.
+            OSError: the tokenizer cannot be read.
+            AdapterInvalid: the tokenizer is too large.
         """
         if not self.has_tokenizer:
             return self
@@ -109,10 +109,10 @@ class PeftDir:
 
 
 def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
-    """Find an adapter in `path`, or one level down, where PEFT saves an adapter with a name.
+    """Find an adapter in `path`, or one level down, where PEFT saves named adapters.
 
     Raises:
-        AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
+        AdapterInvalid: there is none, several, or one that is not served; the message says how to convert it.
     """
     folder, subdirectory = find_folder(path)
     config, weights = read_config(folder, opener), folder / WEIGHTS_NAME
@@ -124,7 +124,7 @@ def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
 
 
 def _adds_tokens(text: bytes, num_tokens: int) -> bool:
-    """Return whether a tokenizer.json has added tokens behind those of the base; the rest is checked later."""
+    """Return whether a tokenizer.json has added tokens with ids after the base's; the rest is checked later."""
     try:
         tokens = json.loads(text)["added_tokens"]
         return any(token["id"] >= num_tokens for token in tokens)
@@ -164,7 +164,7 @@ def read_config(folder: Path, opener: Opener) -> dict[str, object]:
 
 
 def is_mlx_config(config: Mapping[str, object]) -> bool:
-    """Return whether MLX wrote the config: PEFT always writes peft_type, and none of MLX's keys."""
+    """Return whether MLX wrote the config. PEFT always writes peft_type, and none of MLX's keys."""
     return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
 
 
@@ -202,7 +202,7 @@ def _no_weights(folder: Path) -> Problem:
 
 
 def digest_file(path: Path, progress: Callable[[int, int], None] | None = None) -> str:
-    """Return the SHA-256 of a file, as hex. `progress` gets (bytes done, bytes in total) after every MiB."""
+    """Return the SHA-256 of a file in hex. `progress` is called with (bytes done, bytes in total) after every MiB."""
     total = path.stat().st_size
     hasher = hashlib.sha256()
     done = 0

@@ -1,9 +1,9 @@
 """Strict, bounded reader of a safetensors header.
 
 The safetensors library (0.8, measured) accepts a repeated key, zero-size tensors, and a 58 MB header of a million
-empty tensors, the last taking 20 s and 1.9 GB. Here the length is limited by the base model before anything is read,
-and the rest is checked: unique names, integers, known types, offsets that tile the data exactly. Layout: u64
-little-endian header length, JSON header, data. bf16 has no NumPy type, so its values are kept as their bits.
+empty tensors, for which it takes 20 s and 1.9 GB. Here the base model limits the length before the header is read, and
+the rest is checked: unique names, integers, known types, offsets that cover the data exactly once. Layout: u64
+little-endian header length, JSON header, data. NumPy has no bf16 type, so its values are kept as their bits.
 """
 
 import io
@@ -23,7 +23,7 @@ from adapter_store.spec import BaseShapes
 ENDED = "ended while it was read; upload it again"
 LENGTH_BYTES = 8
 LFS_POINTER = b"version "
-"""First bytes of what Git keeps in place of a large file."""
+"""First bytes of a Git LFS pointer, which Git keeps in place of a large file."""
 BYTES_PER_TENSOR = 256
 MIN_HEADER_CAP_BYTES = 1 << 20
 ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
@@ -32,7 +32,7 @@ FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Describe one tensor: type, shape, and where its bytes are, counted from the start of the data."""
+    """Describe one tensor: type, shape, and the range of its bytes, relative to the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,8 +50,9 @@ class SafetensorsHeader:
 
 
 def header_cap_bytes(base: BaseShapes) -> int:
-    """Return the longest header that an adapter of this base can need: five for every module, one for every norm, twice
-    over."""
+    """Return the bytes of the largest header that an adapter of this base can need: twice those for five tensors of
+    every module of the layers, nine of every linear outside them, and one of every norm.
+    """
     expected_tensors = base.num_layers * (5 * len(base.modules) + len(base.norms)) + 9 * len(base.ends) + 1
     return max(MIN_HEADER_CAP_BYTES, 2 * expected_tensors * BYTES_PER_TENSOR)
 
@@ -59,10 +60,10 @@ def header_cap_bytes(base: BaseShapes) -> int:
 def read_header(file: BinaryIO, file_bytes: int, cap_bytes: int) -> SafetensorsHeader:
     """Read and check the header; `file` is left at the first byte of the data.
 
-    Reads 8 bytes, then at most `cap_bytes`; accepts one tensor per 256 bytes of that.
+    Reads 8 bytes, then at most `cap_bytes`; accepts at most one tensor per 256 bytes of `cap_bytes`.
 
     Raises:
-        AdapterInvalid: with every problem found; the first structural one ends the search.
+        AdapterInvalid: with every problem found; the check stops at the first structural one.
     """
     first = file.read(LENGTH_BYTES)
     length = _header_length(first, file_bytes, cap_bytes)
@@ -95,7 +96,7 @@ def _header_length(first: bytes, file_bytes: int, cap_bytes: int) -> int:
         raise _invalid(
             "not_safetensors", "is a pointer of Git LFS, not the weights; run git lfs pull, and upload it again"
         )
-    # Checked only for implausible lengths: a header of 1,152 bytes begins with 80 04, as a pickle does.
+    # Only for implausible lengths: a valid file with a header of 1,152 bytes begins with 80 04, as a pickle does.
     if hint := _other_format(first):
         raise _invalid(
             "not_safetensors",
@@ -135,7 +136,7 @@ def _parse_json(data: bytes) -> dict[str, object]:
 
 
 def _check_count(num_entries: int, cap_bytes: int) -> None:
-    """Refuse headers of short entries, which could hold ten times the tensors of any adapter."""
+    """Refuse a header with too many short entries, which could have ten times the tensors of any adapter."""
     most = max(cap_bytes, MIN_HEADER_CAP_BYTES) // BYTES_PER_TENSOR
     if num_entries > most:
         raise _invalid("too_many_tensors", f"holds {num_entries} tensors; an adapter of this base has at most {most}")
@@ -153,7 +154,7 @@ def _check_metadata(metadata: object, problems: ProblemList) -> None:
 
 
 def _tensor(name: str, entry: object, problems: ProblemList) -> TensorInfo | None:
-    """Return the tensor that `entry` describes; None, with a problem, if it is malformed."""
+    """Return the tensor that `entry` describes; record a problem and return None if it is malformed."""
     shown = show(name)[1:-1]
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         problems.add("malformed_header", shown, "must have dtype, shape and data_offsets, and nothing else")
@@ -180,7 +181,7 @@ def _tensor(name: str, entry: object, problems: ProblemList) -> TensorInfo | Non
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """Return a short list of non-negative integers, None for anything else; a bool is not an integer."""
+    """Return the value if it is a short list of non-negative integers (a bool is not an integer), else None."""
     if not isinstance(value, list) or len(value) > 8:
         return None
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value):

@@ -1,7 +1,7 @@
 """Parse text as strict JSON: no NaN, no infinite numbers, no repeated keys, no lone surrogates.
 
-`json.loads` accepts the first two, lets the last of equal keys win, and makes texts that cannot be written. Imports
-little, so that commands can use it.
+`json.loads` accepts NaN and infinity, keeps the last of repeated keys, and returns texts that cannot be encoded. This
+module imports little, so that commands can use it.
 """
 
 import json
@@ -24,8 +24,8 @@ def loads(text: str) -> Any:
 
     Raises:
         json.JSONDecodeError: the text is not JSON.
-        ValueError: it is, but not strict; says why.
-        RecursionError: it is nested too deep for Python.
+        ValueError: it is JSON, but not strict; the message says why.
+        RecursionError: it is nested too deeply for Python.
     """
     try:
         value = json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant, parse_float=_finite)
@@ -46,7 +46,7 @@ def _check_text(value: Any) -> None:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object for `object_pairs_hook`, refusing a repeated key, of which json keeps the last silently."""
+    """Build an object for `object_pairs_hook`, refusing a repeated key, of which json silently keeps the last."""
     result = dict(pairs)
     if len(result) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

@@ -1,6 +1,6 @@
-"""Mapping of tensor names to modules of the base; an unknown name is described by what it looks like.
+"""Mapping of tensor names to modules of the base; for an unknown name, the problem says what it looks like.
 
-Names that differ from PEFT's saved form only by what a wrapper added are read without it, and reported.
+If a name differs from PEFT's saved form only by parts that a wrapper added, these are removed and reported.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from adapter_store.spec import BaseShapes
 WRAPPER = "base_model.model."
 A, B, MAGNITUDE, B_BIAS, BASE_BIAS, BIAS, WEIGHT = "A", "B", "magnitude", "B bias", "base bias", "bias", "weight"
 FROZEN, TOKEN_ROWS, SECOND_COPY = "base weight", "trained rows", "second copy"
-"""Parts of the embedding and of the head: the base's own weight as it was saved, rows of some tokens, and a copy of
+"""Parts of the embedding and of the head: a saved copy of the base's own weight, rows of some tokens, and a second
 WEIGHT that PEFT does not read."""
 _LORA_EXTRAS = {
     ".lora_magnitude_vector": MAGNITUDE,
@@ -27,7 +27,7 @@ _SUFFIXES = {
     ".bias": BIAS,
     ".weight": WEIGHT,
 }
-"""What a tensor of a module is, by the end of its name; the first match counts."""
+"""The part of a module that a tensor is, by the end of its name; the first match applies."""
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
 _END_SUFFIXES = {
@@ -39,13 +39,13 @@ _END_SUFFIXES = {
     ".modules_to_save.weight": SECOND_COPY,
     ".weight": WEIGHT,
 }
-"""What a tensor of the embedding or of the head is, beside A and B, by the end of its name."""
+"""The part of the embedding or of the head that a tensor is, beside A and B, by the end of its name."""
 FULL_COPY = (
     "a full copy of a linear's weights, and only norms, head and embedding are served so; merge the adapter into the "
     "base (peft: merge_and_unload) and serve that, or train again without it in modules_to_save"
 )
 _COPIES = (".modules_to_save", ".original_module", ".base_layer")
-"""What stands between a module's name and its whole weight, if anything does."""
+"""Name parts that may stand between a module's name and its full weight."""
 _EMBEDDING = "not LoRA of the embedding as PEFT saves it; train again without embed_tokens"
 _IMAGES = "an image model's adapter"
 _MULTIMODAL = (
@@ -65,7 +65,7 @@ MAX_NAME_CHARS = 1024
 _NAMED = ("lora_A", "lora_B", "lora_magnitude_vector")
 _PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# (part of the name, code, what it is and the remedy); the first match counts.
+# (part of the name, code, what it is and the remedy); the first match applies.
 KNOWN_FORMS = (
     (
         "trainable_tokens",
@@ -102,7 +102,7 @@ class PlainName:
     """Hold a tensor's name in PEFT's saved form.
 
     `adapter_name` stood before `.weight`, as in a state dict in memory. `notices` say what was changed.
-    `saved_module` is the module's name as PEFT may have seen it in training, with wrappers: patterns written for it
+    `saved_module` is the module's name with wrappers, as PEFT may have seen it in training: patterns written for it
     may not match the plain name.
     """
 
@@ -114,7 +114,7 @@ class PlainName:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Say what of which module of which layer a tensor is, and the name it was read from."""
+    """Name the layer, the module and the part of it that a tensor is, and the name that this was read from."""
 
     layer: int
     module: str
@@ -123,7 +123,7 @@ class TensorPlace:
 
 
 def plain_name(name: str, base: BaseShapes) -> PlainName:
-    """Return a name without what wrappers and in-memory state dicts add to it."""
+    """Return a name without the parts that wrappers and in-memory state dicts add."""
     if len(name) > MAX_NAME_CHARS:
         return PlainName(name)
     parts = name.split(".")
@@ -149,7 +149,7 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
 
 
 def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | None:
-    """Return where a tensor belongs; None, with a problem, if it is not for a linear or a norm of this base."""
+    """Return a tensor's place; record a problem and return None if it belongs to no linear or norm of this base."""
     prefix = WRAPPER + base.layer_prefix
     plain = plain_name(name, base)
     if base.final_norm and plain.text == f"{WRAPPER}{base.final_norm}.weight":
@@ -188,7 +188,7 @@ def module_name(base: BaseShapes, layer: int, module: str) -> str:
 
 
 def _end_of(text: str, base: BaseShapes) -> tuple[str, str]:
-    """Return the module outside the layers that a tensor is for, and what of it; "" if it is for none."""
+    """Return the module outside the layers that a tensor belongs to, and its part of it; "" if there is none."""
     for end in base.ends:
         matrices = EMBEDDING_MATRICES if end == base.embedding else _MATRICES
         suffixes = dict(zip(matrices, (A, B), strict=True)) | _END_SUFFIXES
@@ -205,7 +205,7 @@ def _layer_number(text: str) -> int | None:
 
 
 def _is_full_copy(rest: str, base: BaseShapes) -> bool:
-    """Return whether a name, from the layer on, is for the whole weight of a linear."""
+    """Return whether a name, from the layer on, is that of a linear's full weight."""
     module = rest.removesuffix(".weight")
     for copy in _COPIES:
         module = module.partition(copy)[0]

@@ -24,8 +24,8 @@ READ_BYTES = 4 << 20
 class LoraTensors:
     """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = (b * scaling) @ a.
 
-    `scaling` is one number, or float64 [rank] in a sum of adapters. `magnitude` [out] is DoRA's, `b_bias` [out] what is
-    added to the delta, scaled already; both float32.
+    `scaling` is one number, or float64 [rank] in a sum of adapters. `magnitude` [out] is DoRA's; `b_bias` [out],
+    already scaled, is added to the delta; both float32.
     """
 
     rank: int
@@ -39,9 +39,9 @@ class LoraTensors:
 class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
     """Map (layer, module) to matrices, in the order of `spec.modules`. Every array has the type `dtype`.
 
-    BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own. `heads` holds
+    BF16 values are kept as their bits in uint16 (NumPy has no bfloat16); F16 and F32 have NumPy's types. `heads` holds
     the weight [H, H] and bias [H] of each block of each Medusa head, `saved` the biases and norm weights that replace
-    the base's, by (layer, module); both float32. `rows` holds a matrix [N, H] of each of `spec.rows`, of its own type.
+    the base's, by (layer, module); both float32. `rows` holds a matrix [N, H] for each of `spec.rows`, in its own type.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
 def read_verified(
     file: BufferedReader, weights_digest: str, should_stop: Callable[[], bool] = lambda: False
 ) -> bytearray:
-    """Return the whole file, from its start, if it has this digest.
+    """Return the whole file, from its start, after checking its digest.
 
     Raises:
-        AdapterCorrupt: it does not.
+        AdapterCorrupt: it does not have this digest.
         LoadCancelled: `should_stop` returned True between two chunks.
     """
     data = bytearray(os.fstat(file.fileno()).st_size)
@@ -110,7 +110,7 @@ def read_verified(
 
 
 def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: AdapterSpec) -> AdapterWeights:
-    """Return views into `data`, which they keep alive; copies only for mixed types or unaligned tensors."""
+    """Return arrays that are views of `data` and keep it alive; mixed types and unaligned tensors are copied."""
 
     def vector(name: str | None) -> Array | None:
         return None if name is None else _array(data, header, header.tensors[name], "F32")
