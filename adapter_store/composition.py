@@ -1,10 +1,10 @@
 """Compositions: sums of adapters with weights, as PEFT computes them with several active adapters.
 
-y = W x + sum over j of weight_j * scaling_j * B_j A_j x: all A_j below each other and all B_j side by side are one
-adapter of the summed rank, without cross terms and without rounding A or B. A stored sum is served as that one adapter;
-a sum that a request names, term by term from its contents: weights that change with every request load nothing new. A
-composition is known by its contents and weights, never by names, so that nothing computed with other contents is ever
-taken for it, nor what was added up in another order.
+y = W x + sum over j of weight_j * scaling_j * B_j A_j x. All A_j stacked and all B_j side by side are one adapter of
+the summed rank, without cross terms and without rounding A or B. A stored sum is served as this one adapter. A sum that
+a request names is computed term by term from its contents, so that other weights need no loading. A composition is
+identified by its contents, its weights and whether it is stored, never by names: results of other contents, or of
+another order of summation, are never reused for it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from adapter_store.spec import AdapterKey, AdapterRef
 MAX_COMPONENTS = 4
 NUM_NEWEST = 4096
 MAX_WEIGHT = 4.0
-"""Largest size of a weight."""
+"""Largest absolute value of a weight."""
 SUM_RULE = "a sum reads mia+0.5*style: up to 4 adapters, each with a weight from -4 to 4 before a *, or without for 1"
 _STORED, _NAMED = b"lorasrv composition 1\n", b"lorasrv composition 1 term by term\n"
 _NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{0,20})?|-?\.[0-9]{1,20}")
@@ -40,14 +40,14 @@ class Component:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Composition:
-    """Hold a sum in its one normal form: (content, weight), sorted, each content once, weights float32 and not 0.
+    """Hold a sum in its normal form: (content, weight), sorted, each content once, weights float32 and not 0.
 
-    `key` is the content's own where there is one of weight 1, and None without any: the base.
+    `key` is the content's own for a single content of weight 1, and None for an empty sum, the base.
     """
 
     key: AdapterKey | None
     weights: tuple[tuple[AdapterKey, float], ...]
-    # Whether it is served as one adapter.
+    # Whether the sum is served as one adapter.
     is_stored: bool = False
 
     @classmethod
@@ -63,17 +63,17 @@ class Composition:
 
     @property
     def terms(self) -> tuple[tuple[AdapterKey, float], ...]:
-        """Return what is loaded to serve it, each with its weight: a stored sum is one content."""
+        """Return the contents to load, each with its weight; a stored sum counts as one content."""
         return ((self.key, 1.0),) if self.is_stored and self.key is not None else self.weights
 
     @property
     def is_sum(self) -> bool:
-        """Return whether it is neither the base nor one content as it is."""
+        """Return whether this is neither the base nor one content with weight 1."""
         return self.key is not None and self.weights != ((self.key, 1.0),)
 
 
 def _float32(weight: float) -> float:
-    """Return the nearest number that the kernels can hold."""
+    """Return the nearest float32 number, the type of weights in the kernels."""
     [rounded] = struct.unpack("<f", struct.pack("<f", weight))
     return float(rounded)
 
@@ -88,8 +88,8 @@ def _key_of(weights: Sequence[tuple[AdapterKey, float]], domain: bytes) -> Adapt
 
 
 class Compositions:
-    """Know the sums that something refers to (a request that was resolved, or a hold), and those asked for last: one
-    that was refused as cold is still loaded for a request to come. Safe to use from many threads.
+    """Remember the sums that are referenced (by a resolved request or a hold), and the most recently requested ones: a
+    sum that was refused as cold is still loaded for later requests. Safe to use from many threads.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Compositions:
         self._newest: LRUCache[AdapterKey, Composition] = LRUCache(NUM_NEWEST)
 
     def add(self, composition: Composition) -> Composition:
-        """Return the one object of a composition, which is known while something refers to it, and for some time."""
+        """Return the only object for a composition, which is remembered while referenced and for some time after."""
         if not composition.is_sum or composition.key is None:
             return composition
         with self._lock:
@@ -106,19 +106,19 @@ class Compositions:
             return known
 
     def having(self, keys: Collection[AdapterKey]) -> list[AdapterKey]:
-        """Return the keys of the known sums that any of these contents is part of."""
+        """Return the keys of the remembered sums that contain any of these contents."""
         with self._lock:
             known = list(self._known.items())
         return [key for key, composition in known if not set(keys).isdisjoint(part for part, _ in composition.weights)]
 
     def find(self, key: AdapterKey) -> Composition | None:
-        """Return the sum of a key; None for a content's own, or if nothing refers to it any more."""
+        """Return the sum of a key, or None if it is a content's own key or the sum is no longer remembered."""
         with self._lock:
             return self._known.get(key)
 
 
 def is_sum(text: str) -> bool:
-    """Return whether a reference is written as a sum; ids contain neither sign."""
+    """Return whether a reference is written as a sum, with "+" or "*"; ids contain neither."""
     return "+" in text or "*" in text
 
 
@@ -126,7 +126,7 @@ def parse_sum(text: str) -> list[tuple[str, float]]:
     """Parse `mia+0.5*style@3` into references and weights.
 
     Raises:
-        NotComposable: it is none, or has too many parts or too large weights.
+        NotComposable: the text is not a sum, or has too many parts or too large weights.
     """
     _check_number(text.count("+") + 1)
     parts = []
@@ -143,7 +143,7 @@ def check_weights(weights: Sequence[float]) -> None:
     """Check the number and size of the weights of a sum.
 
     Raises:
-        NotComposable: there is none, there are too many, or one is not finite or too large.
+        NotComposable: there are no weights or too many, or one is not finite or too large.
     """
     _check_number(len(weights))
     for weight in weights:

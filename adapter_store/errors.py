@@ -22,14 +22,14 @@
     ├── StoreFollows                       the change belongs to the registry that this store follows
     ├── OriginUnreachable                  the registry cannot be reached now
     ├── CacheFull                          a follower's cache has no room beside weights in use
-    │   └── CacheTooSmall                  nor would it have any if it were empty
+    │   └── CacheTooSmall                  the weights have more bytes than the whole cache
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     │   └── AdaptersRefused                adapters of it cannot be served; carries the reason for each
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
-        ├── OriginDenied                   the registry refuses this server's key, or is none
-        └── OriginRefused                  the registry refuses what it was asked
+        ├── OriginDenied                   the registry refuses this server's key, or is not a registry
+        └── OriginRefused                  the registry refuses this server's request
 
-Messages contain no path, except those of a store that cannot be opened, which only the operator sees.
+Messages contain no path, except those about a store that cannot be opened; only the operator sees these.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def show(value: object) -> str:
 
 
 def show_name(name: str) -> str:
-    """Return an untrusted name as `show` does, without quotes: for the path of a field."""
+    """Return an untrusted name as `show` does, but without quotes, for use in the path of a field."""
     return show(name).strip("'\"")
 
 
@@ -80,7 +80,7 @@ class ProblemList:
         return len(self._places)
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return the problems in the order found, with a last entry that counts those beyond `MAX_PROBLEMS`."""
+        """Return the problems in the order found; a last entry counts those beyond `MAX_PROBLEMS`."""
         found = [_problem(code, message, at) for (code, message), at in self._places.items()]
         if len(found) <= MAX_PROBLEMS:
             return tuple(found)
@@ -105,7 +105,7 @@ def _problem(code: str, message: str, places: list[str]) -> Problem:
 
 
 class AdapterError(Exception):
-    """Base class of everything that the adapter store raises on purpose."""
+    """Base class of all exceptions that the adapter store raises on purpose."""
 
 
 class AdapterNotFound(AdapterError, LookupError):
@@ -121,7 +121,7 @@ class AdapterNotFound(AdapterError, LookupError):
 class VersionNotFound(AdapterNotFound):
     """Report a version number that the id does not have. `versions` lists the existing ones.
 
-    `param` is the field of a change that asked for it, None if the reference did.
+    `param` is the field of a change that named the version; None if a reference named it.
     """
 
     def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...], param: str | None = None) -> None:
@@ -132,7 +132,7 @@ class VersionNotFound(AdapterNotFound):
 
 
 class IdExpected(AdapterNotFound):
-    """Report a version or an alias where only an id can be named. `versions` lists those of the id."""
+    """Report a version or an alias where only an id is allowed. `versions` lists the id's versions."""
 
     def __init__(self, reference: str, adapter_id: str, versions: tuple[int, ...], aliases: tuple[str, ...]) -> None:
         super().__init__(reference, (adapter_id,))
@@ -157,7 +157,7 @@ class InvalidAdapterId(AdapterError, ValueError):
 
 
 class InvalidAlias(AdapterError, ValueError):
-    """Report an alias whose name breaks the rule, or whose target is neither a version nor two with shares."""
+    """Report an alias whose name breaks the rule, or whose target is neither a version nor two versions with shares."""
 
     def __init__(self, alias: str, message: str) -> None:
         super().__init__(message)
@@ -206,9 +206,9 @@ class VersionInUse(AdapterError):
 
 
 class NotComposable(AdapterError, ValueError):
-    """Report a sum of adapters that cannot be served. `key` is the content that is the reason, None if it is the sum.
+    """Report a sum of adapters that cannot be served. `key` is the content that is the reason, or None.
 
-    The message speaks of "it", which is the content.
+    "It" in the message means that content.
     """
 
     def __init__(self, message: str, key: str | None = None) -> None:
@@ -311,7 +311,7 @@ class StoreFollows(AdapterError):
 
 
 class OriginUnreachable(AdapterError):
-    """Report that the registry cannot be reached now. What is here is served on until the lease ends."""
+    """Report that the registry cannot be reached now. Cached adapters are served until the lease ends."""
 
 
 class CacheFull(AdapterError):
@@ -319,7 +319,7 @@ class CacheFull(AdapterError):
 
 
 class CacheTooSmall(CacheFull):
-    """Report weights that have no room in a follower's cache even when it is empty: waiting does not help."""
+    """Report weights that are larger than a follower's whole cache: waiting does not help."""
 
 
 class StoreUnusable(AdapterError):
@@ -327,8 +327,8 @@ class StoreUnusable(AdapterError):
 
 
 class OriginDenied(StoreUnusable):
-    """Report a server that this one cannot follow before an operator acts: it refuses the key, or is no registry."""
+    """Report a server that refuses this server's key, or is not a registry: an operator must correct this."""
 
 
 class OriginRefused(StoreUnusable):
-    """Report that the registry will not do what this server asked, now or later."""
+    """Report that the registry permanently refuses this server's request."""

@@ -34,8 +34,8 @@ class _Entry(Generic[V]):
 class HostCache(Generic[V]):
     """Cache values by key, evicting the least recently used unpinned ones when the bytes exceed `max_bytes`.
 
-    A caller pins an entry while using it, and must itself bound what it pins. Safe to use from many threads. Keys
-    carry everything that makes two packings differ: (AdapterKey, layout version).
+    A caller pins an entry while using it, and must itself limit the bytes that it pins. Safe to use from many threads.
+    A key contains everything that a packed adapter depends on: (AdapterKey, layout version).
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -43,7 +43,7 @@ class HostCache(Generic[V]):
             raise ValueError(f"max_bytes must not be negative, not {max_bytes}")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        # cachetools knows no pins, so the bound is enforced here and pinned entries are kept outside the LRU.
+        # cachetools has no pins, so the limit is enforced here and pinned entries are kept outside the LRU.
         self._unpinned: LRUCache[Hashable, _Entry[V]] = LRUCache(math.inf, getsizeof=lambda entry: entry.nbytes)
         self._pinned: dict[Hashable, _Entry[V]] = {}
         self._bytes_pinned = 0
@@ -68,7 +68,11 @@ class HostCache(Generic[V]):
             return entry.value
 
     def pinned(self, key: Hashable) -> V:
-        """Return the value of a pinned entry. Raises: KeyError: the entry is not pinned."""
+        """Return the value of a pinned entry.
+
+        Raises:
+            KeyError: the entry is not pinned.
+        """
         with self._lock:
             return self._pinned[key].value
 

@@ -1,4 +1,4 @@
-"""Limits on what may be stored, in total and per principal. Only what versions refer to counts."""
+"""Limits on versions and stored bytes, in total and per principal. Only weights that versions refer to count."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -22,9 +22,9 @@ class Usage:
 
 
 class UsageTotals:
-    """Keep what each principal has stored, and the total (principal None), while versions come and go.
+    """Keep the usage of each principal and the total (principal None) as versions are added and removed.
 
-    A change costs the same, however many versions there are. Not thread-safe.
+    The cost of a change does not depend on the number of versions. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class UsageTotals:
         self._sharing: Counter[tuple[str | None, str]] = Counter()
 
     def of(self, principal: str | None) -> Usage:
-        """Return what a principal has stored."""
+        """Return a principal's usage."""
         return self._used.get(principal, Usage(0, 0))
 
     def with_version(self, principal: str | None, digest: str, num_bytes: int) -> Usage:
-        """Return what a principal would have stored with one more version, of these weights."""
+        """Return a principal's usage with one more version of these weights."""
         used = self.of(principal)
         return Usage(used.versions + 1, used.bytes + (0 if self._sharing[principal, digest] else num_bytes))
 
@@ -48,7 +48,7 @@ class UsageTotals:
             self._sharing[owner, digest] += 1
 
     def remove(self, principal: str, digest: str, num_bytes: int) -> None:
-        """Stop counting a version; the arguments are those that it was added with."""
+        """Stop counting a version; the arguments are the same as in `add`."""
         for owner in (None, principal):
             self._sharing[owner, digest] -= 1
             if is_last := not self._sharing[owner, digest]:
@@ -73,22 +73,22 @@ class StoreQuota:
     max_per_id: int = MAX_PER_ID
 
     def with_bytes(self, max_bytes: int | None) -> "StoreQuota":
-        """Return the quota for a principal with a byte limit of its own; None keeps the common limit."""
+        """Return the quota for a principal with its own byte limit; None keeps the common limit."""
         return (
             self if max_bytes is None else replace(self, store_bytes_per_key=max_bytes, bytes_limit="max_stored_bytes")
         )
 
     def check(self, totals: UsageTotals, principal: str, digest: str, num_bytes: int) -> None:
-        """Check the usage with one version more against the limits.
+        """Check the usage with one more version against the limits.
 
         Args:
-            totals: the usage without it.
+            totals: the usage without the new version.
             principal: the owner of the new version.
-            digest: of its weights; empty without any.
-            num_bytes: of its weights.
+            digest: digest of the new version's weights; empty without weights.
+            num_bytes: bytes of the new version's weights.
 
         Raises:
-            QuotaExceeded: the principal, or all together, would exceed a limit.
+            QuotaExceeded: the principal, or all principals together, would exceed a limit.
         """
         for owner in (None, principal):
             max_versions, max_bytes = self._limits(owner)
@@ -102,10 +102,10 @@ class StoreQuota:
                 _refuse(quota, "bytes of weights", old.bytes, new.bytes, max_bytes)
 
     def check_of_id(self, adapter_id: str, what: str, old: Collection[object], new: Collection[object]) -> None:
-        """Check that an id may have these versions or aliases in place of `old`; it keeps those it has, however many.
+        """Check that an id may have the versions or aliases `new` in place of `old`; existing ones are never refused.
 
         Raises:
-            QuotaExceeded: they are too many.
+            QuotaExceeded: there are too many.
         """
         if len(new) > max(self.max_per_id, len(old)):
             _refuse("max_per_id", f"{what} of {adapter_id!r}", len(old), len(new), self.max_per_id)

@@ -13,7 +13,7 @@ AdapterKey = NewType("AdapterKey", str)
 """64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result, the
 weights' digest and the form. Keys residency, host copies and KV reuse."""
 Form = Literal["bf16", "int8"]
-"""In which form an adapter is kept in memory: "bf16" is the server's adapter dtype, "int8" codes with scales
+"""The form of an adapter in memory: "bf16" is the server's adapter dtype, "int8" codes with scales
 (`formats/int8_codes.py`)."""
 BF16: Form = "bf16"
 INT8: Form = "int8"
@@ -22,14 +22,14 @@ FORMS: tuple[Form, ...] = (BF16, INT8)
 
 @dataclass(frozen=True, slots=True)
 class BaseShapes:
-    """Describe what an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
+    """Describe the base that an adapter must fit: the linears of every decoder layer, by their Hugging Face names.
 
-    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); those of
-    `biased` have a bias. `norms` maps paths inside a layer to widths, `final_norm` is a full name; `lacking` holds
-    linears and norms that single layers do not have. `name` is what clients call the base, `checkpoint` the name of its
-    file or folder; both serve warnings only. `ends` maps full names of linears outside the layers to (in_features,
-    out_features); that of `embedding`, if it is among them, has a token for each input. `tied` says that the head's
-    weights are the embedding's.
+    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features); the modules in
+    `biased` have a bias. `norms` maps paths inside a layer to widths; `final_norm` is a full name. `lacking` holds
+    (layer, path) of linears and norms that this layer does not have. `name` is the base's name for clients,
+    `checkpoint` the name of its file or folder; both are used only in warnings. `ends` maps full names of linears
+    outside the layers to (in_features, out_features); the in_features of `embedding`, if it is among them, are tokens.
+    `tied` means that the head has the embedding's weights.
     """
 
     family: str
@@ -48,12 +48,12 @@ class BaseShapes:
 
     @property
     def vocab_size(self) -> int:
-        """Return how many tokens the base has; 0 if its embedding is unknown."""
+        """Return the number of tokens of the base; 0 if its embedding is unknown."""
         return self.ends[self.embedding][0] if self.embedding in self.ends else 0
 
     @property
     def hidden_size(self) -> int:
-        """Return the numbers of a hidden state: what a layer's first module reads; 0 without modules."""
+        """Return the hidden size, the inputs of a layer's first module; 0 without modules."""
         return next(iter(self.modules.values()), (0, 0))[0]
 
     def widths(self, module: str) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class BaseShapes:
 class LoraModule:
     """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it.
 
-    `module` is the path inside the layer; outside the layers the full name, and `layer` their number.
+    `module` is the path inside the layer; outside the layers it is the full name, and `layer` the number of layers.
     `magnitude` is DoRA's, [out]; `b_bias` a bias [out] beside lora_B.
     """
 
@@ -89,7 +89,7 @@ class SavedTensor:
     """Name a tensor of the file that replaces one of the base's: a linear's bias, or a norm's weight.
 
     `module` is the path inside the layer; the final norm has its full name, and the last layer. `parameter` is the
-    full name of what PEFT replaces.
+    full name of the parameter that PEFT replaces.
     """
 
     layer: int
@@ -100,11 +100,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class VocabRows:
-    """Name a tensor [N, H] whose rows stand for tokens in the embedding or in the head, instead of the base's.
+    """Name a tensor [N, H] whose rows replace the base's rows of tokens in the embedding or in the head.
 
     `module` is one of `BaseShapes.ends`; `name` is the tensor's. Its rows are those of `token_ids`, or of all tokens in
-    order if that is None: a copy of the whole table. A `frozen` copy was saved beside what was trained: it is the base
-    that the adapter was trained on. `parameter` is the full name of what PEFT replaces.
+    order (a copy of the whole table) if that is None. A `frozen` copy was not trained: it is the table of the base that
+    the adapter was trained on. `parameter` is the full name of the parameter that PEFT replaces.
     """
 
     module: str
@@ -116,7 +116,7 @@ class VocabRows:
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """Describe a token that an adapter's tokenizer has beyond the base's, as its tokenizer.json does."""
+    """Describe a token that an adapter's tokenizer adds to the base's, as its tokenizer.json does."""
 
     id: int
     content: str
@@ -139,9 +139,9 @@ class HeadBlock:
 class AdapterSpec:
     """Describe a validated adapter.
 
-    `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's. Of `rows` that stand for the same token
-    of a module, the last ones count. `vocab_size` is the number of tokens that it was trained with, 0 for as many as
-    the base has; `added_tokens` are those of its own that texts are written with.
+    `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's. Among `rows` for the same token of a
+    module, the last ones apply. `vocab_size` is the number of tokens that it was trained with, 0 for as many as the
+    base has; `added_tokens` are the tokens that its tokenizer adds.
     """
 
     key: AdapterKey
@@ -166,7 +166,7 @@ class AdapterSpec:
 class AdapterRef:
     """Name the version that a reference was resolved to, once, at admission.
 
-    `key` is None if the version has no weights: the base answers. `persona` is the digest of its defaults, "" without.
+    `key` is None if the version has no weights: the base answers. `persona` is the digest of its defaults, or "".
     """
 
     adapter_id: AdapterId

@@ -1,6 +1,6 @@
 """The adapter store: one folder, one owning process, safe to use from many threads.
 
-A store may follow another, its origin: then names come by its feed, weights by their digest, and changes are refused.
+A store may follow another, its origin: it gets names from the origin's feed and weights by digest, and refuses changes.
 
     root/lock              held while a server uses the store
     root/index.sqlite3     ids, versions, aliases, contents (`registry/index.py`)
@@ -59,10 +59,10 @@ from adapter_store.storage.unreferenced_blobs import UnreferencedBlobs
 from adapter_store.validation.validate import max_adapter_bytes
 
 IfMatch = Collection[str] | None
-"""States that an id may be in for a change to be applied (`records.check_preconditions`); None: any state."""
+"""States of an id in which a change is applied (`records.check_preconditions`); None means any state."""
 NO_QUOTA = StoreQuota()
 CACHE_BYTES = 16 << 30
-"""Bytes of weights that a follower keeps if its quota names none."""
+"""Bytes of weights that a follower keeps if its quota has no limit."""
 
 
 class AdapterStore:
@@ -72,13 +72,13 @@ class AdapterStore:
         root: the store's folder.
         base: shapes of the base that adapters must fit.
         max_lora_rank: highest rank accepted.
-        reserved_ids: ids that no adapter may have; a store that follows does not show those that its origin gave.
+        reserved_ids: ids that no adapter may have; a follower hides adapters of its origin with such ids.
         quota: how much may be stored.
         draw: returns random numbers in [0, 1), for aliases that are split between versions.
-        base_sample: numbers that identify the base's weights; empty: they are not compared.
+        base_sample: numbers that identify the base's weights; if empty, weights are not compared.
         accept_base_change: accept a store of another base if every adapter fits this one.
         form: the form of new versions whose uploader names none.
-        origin: the store to follow; the bytes of the quota then bound the weights that are kept here.
+        origin: the store to follow; the quota's bytes then limit the weights that are cached here.
 
     Raises:
         StoreLocked: another server has it open.
@@ -147,7 +147,7 @@ class AdapterStore:
             )
             records = read_records(self._index, self._reserved, follows=origin is not None)
             self._names = Names(records, draw)
-            # Of an owner: a follower registers nothing.
+            # Only an owner needs this: a follower registers nothing.
             self._usage = usage_of(records.values(), self._index.owners())
             identity = BaseIdentity.of(base, base_sample)
             follows = None if origin is None else origin.address
@@ -185,14 +185,14 @@ class AdapterStore:
         """Release the store for another server. Uploads in progress fail; weights already loaded stay usable.
 
         Raises:
-            StoreFull, StoreUnusable: the disk failed; the store is closed all the same.
+            StoreFull, StoreUnusable: the disk failed; the store is closed nevertheless.
         """
         with self._lock, disk_errors("closing"):
             self._closed = True
             self._undo.close()
 
     def follow(self, page: FeedPage) -> Followed:
-        """Take over a page of the origin's changes, as `NameFeed.take`."""
+        """Apply a page of the origin's changes, as `NameFeed.take`."""
         self._blobs.keep_room()
         with self._lock:
             followed = self.feed.take(page)
@@ -202,7 +202,7 @@ class AdapterStore:
                 with contextlib.suppress(StoreUnusable, StoreFull):
                     self.collector.collect()
         for _, digest, *_ in page.rows[CONTENTS]:
-            # It was uploaded again, perhaps because it was damaged.
+            # These weights were uploaded again, perhaps because they were damaged.
             self._quarantine.clear(digest)
         return followed
 
@@ -220,7 +220,7 @@ class AdapterStore:
         return self._blobs.exists(check_digest(digest))
 
     def blob_path(self, digest: str) -> Path:
-        """Return where weights are, for another thread or process to read; they are removed when nothing needs them.
+        """Return the path of weights, for another thread or process to read; they are removed when nothing needs them.
 
         Raises:
             InvalidDigest: not 64 hex digits.
@@ -293,12 +293,12 @@ class AdapterStore:
             max_bytes: limit of the principal's bytes, instead of the quota's.
             is_known: whether the principal may know that the weights exist; if not, they count as missing.
             allow_partial: accept a config that names more modules than there are tensors for.
-            stored: the form to keep it in; None: the store's own. The forms of one content are two contents.
+            stored: the form to keep the adapter in; None: the store's. Each form is a separate content.
             allow_drift: accept any drift of the form "int8".
-            defaults: the version's defaults as JSON, which the caller has checked; "": none.
+            defaults: the version's defaults as JSON, which the caller has checked; "" if there are none.
 
         Raises:
-            InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
+            InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: an argument is wrong; no weights were read.
             AdapterExists: the id exists and `if_not_exists` is set.
             AdapterChanged: the id is not in one of the states of `if_match`.
             AdapterInvalid: with every problem found.
@@ -335,11 +335,11 @@ class AdapterStore:
         principal: str = ANONYMOUS,
         max_bytes: int | None = None,
     ) -> Registration:
-        """Make a version with these defaults and the weights of another version of the id, or none, its current one.
+        """Make a version with these defaults the id's current one, with another version's weights or without weights.
 
         Args:
-            defaults: as JSON, which the caller has checked.
-            weights_of: the version whose weights it has; None: none.
+            defaults: JSON, which the caller has checked.
+            weights_of: the version of this id whose weights the new one has; None: no weights.
 
         Raises:
             AdapterNotFound: there is no such version any more.
@@ -396,11 +396,11 @@ class AdapterStore:
         Reads memory only. For an alias that is split between versions, each call draws one by their shares.
 
         Args:
-            sticky_to: the client that the draw is for: it gets the same version while the alias is split between the
-                same two, and as a share grows, only the clients move that it needs. Empty: at random.
+            sticky_to: identifies the client. It gets the same version while the alias is split between the same two; as
+                a share grows, only as many clients move as are needed. If empty, the draw is random.
 
         Raises:
-            AdapterNotFound: there is none; carries up to three similar ids.
+            AdapterNotFound: there is none; the error has up to three similar ids.
         """
         return self._names.resolve(reference, sticky_to)
 
@@ -426,7 +426,7 @@ class AdapterStore:
         return self._names.all()
 
     def records(self) -> Mapping[AdapterId, AdapterRecord]:
-        """Return every id, unordered. The mapping is immutable; a change replaces it by a new object."""
+        """Return every id, unordered. The mapping is immutable; a change replaces it with a new one."""
         return self._names.records
 
     def get(self, adapter_id: str) -> AdapterRecord:
@@ -508,7 +508,7 @@ class AdapterStore:
             return Deletion(record.adapter_id, tuple(sorted(versions)), contents, gone, aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold | CompositionHold:
-        """Keep a content, or all of a sum, on disk for as long as the returned object lives, even if it is deleted.
+        """Keep a content, or all contents of a sum, on disk while the returned object lives, even if it is deleted.
 
         Raises:
             AdapterNotFound: it is already removed.
@@ -520,7 +520,7 @@ class AdapterStore:
         return CompositionHold(key, composition, [self._hold(part) for part, _ in composition.weights])
 
     def _hold(self, key: AdapterKey) -> ContentHold:
-        # Without the store's lock, which is held during commits: `ContentRefcounts` decides against a deletion.
+        # Does not take the store's lock, which is held during commits: `ContentRefcounts` orders holds and deletions.
         self._check_open()
         hold = self._refcounts.acquire(key)
         self._quarantine.check(key)
@@ -586,8 +586,8 @@ class AdapterStore:
         """Check that changes may be made here.
 
         Raises:
-            StoreFollows: they belong to the origin.
-            OriginUnreachable: and cannot be sent there now.
+            StoreFollows: this store follows another; changes must be sent to the origin.
+            OriginUnreachable: this store follows another, and the origin cannot be reached now.
         """
         self._check_open()
         if self._origin is not None:
