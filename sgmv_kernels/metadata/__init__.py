@@ -1,1 +1,1 @@
-"""Metadata of a step for the kernels: segments, tables, one upload."""
+"""Metadata of a step for the kernels: segments, tables, and their copy to the device."""

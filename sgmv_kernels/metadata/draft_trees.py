@@ -1,8 +1,8 @@
 """Draft trees of a step: which of the last keys of a sequence each row sees. Imports no torch.
 
-The draft tokens of a sequence lie in consecutive *slots* behind its known tokens, parents before children. A row of a
-tree sees every key before the tree, and in it the slots whose bits are set in the row's 64-bit word: its ancestors and
-itself. Its *position*, by which it is rotated and windows are counted, is that of the last known token plus its depth.
+The draft tokens of a sequence are in consecutive *slots* after its known tokens, parents before children. A row of a
+tree sees every key before the tree, and those slots of the tree whose bits are set in the row's 64-bit word: its
+ancestors and itself. Its *position*, used for rotation and windows, is that of the last known token plus its depth.
 
 Source: tree attention of SpecInfer (Miao et al. 2024) and Medusa (Cai et al. 2024).
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sgmv_kernels.metadata.segments import Int32
 
 MAX_SLOTS = 64
-"""Most slots of a tree, which are the bits of a word."""
+"""Most slots of a tree: the bits of a word."""
 ROOT = -1
 """Parent of the draft tokens that follow the last known token."""
 Parents = Sequence[int]
@@ -27,7 +27,7 @@ Parents = Sequence[int]
 class DraftTrees:
     """Hold the trees of B sequences of T rows."""
 
-    # [B], first slot of each tree; where there is none, the number of the sequence's keys.
+    # [B], first slot of each tree; without a tree, the number of the sequence's keys.
     starts: Int32
     # [T], bit j: the row sees slot j of its tree; 0 for rows of known tokens.
     words: npt.NDArray[np.int64]
@@ -39,9 +39,9 @@ def build_trees(parents: Sequence[Parents], query_lens: Int32, kv_lens: Int32) -
     """Lay out the trees of a step.
 
     Args:
-        parents: of each sequence, for its last slots; rows of a step may be the last of them only.
+        parents: the tree of each sequence, in its last slots; a step's rows may be only the last of these.
         query_lens: [B] rows of each sequence, its last slots.
-        kv_lens: [B] keys of each sequence, this step's included.
+        kv_lens: [B] keys of each sequence, including this step's.
     """
     lens = np.array([len(one) for one in parents], dtype=np.int32)
     starts, ends = (kv_lens - lens).astype(np.int32), np.cumsum(query_lens)
@@ -64,5 +64,5 @@ def ancestor_words(parents: Parents) -> list[int]:
 
 
 def depths_of(parents: Parents) -> list[int]:
-    """Return the depth of each draft token, from 1: how far its position is behind the last known token's."""
+    """Return the depth of each draft token, from 1: its position minus that of the last known token."""
     return [word.bit_count() for word in ancestor_words(parents)]

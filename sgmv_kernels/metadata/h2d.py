@@ -1,4 +1,4 @@
-"""Copy a step's integers to a device: one asynchronous copy for all arrays."""
+"""Copy of a step's integers to a device: one asynchronous copy for all arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.integer[Any]]
 def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     """Copy arrays [n] of numbers below 2^31 to int64 tensors [n] on the device.
 
-    On a GPU they share a new pinned int32 buffer: torch reuses pinned memory only after its copies are done.
+    On a GPU the arrays share a new pinned int32 buffer; torch reuses pinned memory only after copies from it are done.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array.astype(np.int64)) for array in arrays]

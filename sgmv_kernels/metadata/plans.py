@@ -1,4 +1,4 @@
-"""Plans of a step: its adapters, and its sequences with the places of their keys and values."""
+"""Plans of a step: its adapters, and its sequences with the places of their keys and values in the pool."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -20,21 +20,21 @@ from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 class SgmvPlan:
     """Hold the rows and adapters of a step, checked once for all layers and sites.
 
-    Rows whose adapters are sums of several have further passes, with their second terms, their third and so on.
+    Rows whose adapters are sums have further passes, one for the second terms, one for the third and so on.
     """
 
     tables: SgmvTables
-    # Of the stored panels that are not int8 codes.
+    # Dtype of stored panels that are not int8 codes.
     dtype: torch.dtype
     # T.
     num_rows: int
     # The backend's own form of the tables.
     prepared: Any
-    # The next pass; None behind the last.
+    # The next pass; None after the last.
     next: "SgmvPlan | None" = None
 
     def passes(self) -> Iterator["SgmvPlan"]:
-        """Yield this pass and those behind it."""
+        """Yield this pass and those after it."""
         plan: SgmvPlan | None = self
         while plan is not None:
             yield plan
@@ -42,19 +42,19 @@ class SgmvPlan:
 
     @property
     def num_passes(self) -> int:
-        """Return how many passes have adapters: 0 for rows of the base alone."""
+        """Return how many passes have adapters: 0 if all rows are the base's."""
         return sum(1 for own in self.passes() if own.tables.num_segments)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSgmv:
-    """Remember what a plan was made of."""
+    """Remember the arguments that a plan was made from."""
 
     passes: tuple[Segments, ...]
     adapters: tuple[PlacedAdapter, ...]
     weights: tuple[float, ...]
     plan: SgmvPlan
-    # Threads that the plan has room for: each writes results of its own.
+    # Number of threads that the plan has memory for: each writes its own results.
     threads: int
 
     def serves(
@@ -64,7 +64,7 @@ class PlannedSgmv:
         weights: tuple[float, ...],
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether a plan of these would be the same; placed adapters do not change, moved ones are others."""
+        """Return whether these arguments give the same plan. Placed adapters never change: moves make new objects."""
         return (
             dtype == self.plan.dtype
             and len(adapters) == len(self.adapters)
@@ -99,12 +99,12 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
-        """Return T, the rows of all sequences; in a graph those behind them, too, that only pad it."""
+        """Return T, the rows of all sequences; in a graph, including the padding rows after them."""
         return len(self.write_pages)
 
 
 class RowPlaces(NamedTuple):
-    """Say where the rows of B sequences are in the pool, on the host."""
+    """Hold the places in the pool of the rows of B sequences, in host memory."""
 
     # [B + 1], [B]: as in `AttentionPlan`.
     query_starts: Int32
@@ -121,7 +121,7 @@ class RowPlaces(NamedTuple):
         kv_lens: Sequence[int] | Ints,
         page_size: int,
     ) -> "RowPlaces":
-        """Return the places of a step's rows; arguments as `Ops.plan_attention`."""
+        """Return the places of a step's rows; arguments as in `Ops.plan_attention`."""
         queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
         starts = np.zeros(len(queries) + 1, dtype=np.int32)
         ends = queries.cumsum(dtype=np.int32, out=starts[1:])
@@ -132,19 +132,19 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageMasses:
-    """Add up how much attention some rows of a step give to each page that they see; serves one plan."""
+    """Sum the attention weights that some rows of a step give to each page that they see. Used with one plan."""
 
-    # [B] int32, last rows of each sequence that are observed; they have no draft trees.
+    # [B] int32, number of observed rows of each sequence, its last ones; such sequences have no draft trees.
     counts: Int32
-    # [key heads, observed rows, most pages of the sequences] fp32 on the device: a key head has the sum of its query
-    # heads, over layers.
+    # [key heads, observed rows, most pages of the sequences] fp32 on the device: for each key head the sum over its
+    # query heads and the layers.
     sums: Tensor
-    # The backend's own tables, by what they depend on besides the plan.
+    # The backend's own tables. The keys are what these depend on besides the plan.
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def of_rows(self) -> Tensor:
-        """Return the sums over key heads, [observed rows, most pages]; one after another, so that a row's bits do not
-        depend on the number of rows.
+        """Return the sums over key heads, [observed rows, most pages]. Key heads are added one after another, so that a
+        row's bits do not depend on the number of rows.
         """
         total = self.sums[0].clone()
         for of_head in self.sums[1:]:
@@ -160,7 +160,7 @@ def plan_of(
     num_pages: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """Return the plan of a step's sequences without the backend's part; arguments as `Ops.plan_attention`."""
+    """Return the plan of a step's sequences without the backend's part; arguments as in `Ops.plan_attention`."""
     places = RowPlaces.of(page_tables, query_lens, kv_lens, page_size)
     write_pages, write_slots = upload((places.pages, places.slots), device)
     return AttentionPlan(

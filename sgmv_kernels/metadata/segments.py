@@ -1,4 +1,4 @@
-"""Group token rows by adapter, on the host for every step. Imports no torch.
+"""Grouping of token rows by adapter, on the host for every step. Imports no torch.
 
 A *segment* is the rows of one adapter (SGMV: Punica). Rows without an adapter form the segment of adapter `BASE`, which
 has rank 0. Rows may be in any order: a permutation brings the rows of a segment together.

@@ -1,12 +1,12 @@
-"""Build small int32 tables of a step's adapters, on the host for all layers and sites at once.
+"""Small int32 tables of a step's adapters, built on the host for all layers and sites at once.
 
 Panel offsets count units of `ALIGNMENT_BYTES` from the start of a layer's slab, so that int32 reaches 256 GiB. A
 (layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the index in `panels` of its
-scale vector's offset; those of its A panels follow, then those of each slice's B panels, 16 rank rows to a panel. So a
-kernel derives everything from one 16-byte record. (One packed record a segment: SGLang's triton_v2 metadata.) Vectors
-at places are few and found by their offsets; a step whose adapters have none has no table of them.
+scale vector's offset; those of its A panels follow, then those of each slice's B panels, 16 rank rows to a panel. A
+kernel therefore derives everything from one 16-byte record. (Source: SGLang's triton_v2 metadata has one packed record
+per segment.) Vectors at places are few and have a table of offsets, which is empty if no adapter of the step has any.
 
-A row whose adapter is a sum of several is in the tables of as many *passes*, one for each term, each with its weight.
+A row whose adapter is a sum is in the tables of several *passes*, one for each term, each with its weight.
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ class SgmvTables:
     records: Int32
     # [S], 1 where a segment's panels are int8 codes, else 0.
     are_codes: Int32
-    # [S], factor of what a segment's adapter adds.
+    # [S], factor of the delta of a segment's adapter.
     weights: npt.NDArray[np.float32]
     # [N], panel offsets.
     panels: Int32
-    # End of the last panel in a slab, of all passes.
+    # End of the last panel in a slab, in bytes, over all passes.
     slab_bytes: int
-    # Of a slice.
+    # Highest rank of a slice.
     highest_rank: int
-    # Widths of the places, and [L, places, S, 2], offsets of each segment's gain and shift, or `NO_VECTOR`; empty where
-    # no adapter has any.
+    # Widths of the places, and [L, places, S, 2], offsets of each segment's gain and shift, or `NO_VECTOR`; empty if no
+    # adapter has any.
     places: tuple[int, ...] = ()
     vectors: Int32 = field(default_factory=lambda: np.zeros((0, 0, 0, 2), dtype=np.int32))
     # Number of the pass, from 0.
@@ -57,7 +57,7 @@ class SgmvTables:
         return bool(self.places)
 
     def vector_rows(self) -> Int32:
-        """Return [N, 3]: segment, row and the bits of the segment's weight, of every row whose adapter has vectors."""
+        """Return [N, 3] for every row whose adapter has vectors: segment, row and the bits of the segment's weight."""
         has_any = (self.vectors != NO_VECTOR).any(axis=(0, 1, 3))
         segments = np.repeat(np.arange(self.num_segments, dtype=np.int32), np.diff(self.bounds).ravel())
         rows = [self.permutation[begin:end] for begin, end in self.bounds.tolist()]
@@ -70,7 +70,7 @@ class SgmvTables:
         return self.weights.view(np.int32)
 
     def max_rank(self, layer: int, site: int) -> int:
-        """Return the highest number of rank rows of a segment at a site, its slices together."""
+        """Return the highest number of rank rows of a segment at a site, summed over slices."""
         return int(self.records[layer, site, :, 1:].sum(axis=-1).max(initial=0))
 
 
@@ -85,8 +85,8 @@ def build_tables(
     """Build the tables of one pass over a step's adapters; `segments.adapters` index into `adapters`.
 
     Args:
-        weights: of each adapter; None: 1.
-        places: where adapters of any pass have vectors; None: of this one.
+        weights: weight of each adapter; None: 1.
+        places: places at which adapters of any pass have vectors; None: those of this pass.
         turn: number of the pass.
     """
     own = np.flatnonzero(segments.adapters != BASE)
@@ -121,7 +121,7 @@ def build_tables(
 
 
 def places_of(adapters: Sequence[PlacedAdapter]) -> tuple[int, ...]:
-    """Return the widths of the places, all adapters' the same, at which one of these may have vectors."""
+    """Return the widths of the places at which one of these adapters may have vectors; all adapters have the same."""
     return next((adapter.layout.places for adapter in adapters if adapter.layout.places), ())
 
 
@@ -136,8 +136,8 @@ def _vectors(placed: Sequence[PlacedAdapter], places: tuple[int, ...]) -> Int32:
 def rankless_tables(
     sites: Sequence[SiteDims], num_layers: int, rows: int, places: Sequence[int] = (), turn: int = 0
 ) -> SgmvTables:
-    """Return tables for a recording: all rows in one segment whose adapter has no rank, or no segment without sites;
-    it has no vectors at `places`."""
+    """Return tables for a recording: all rows are in one segment whose adapter has rank 0 and no vectors at `places`;
+    without sites, there is no segment."""
     segments = 1 if sites else 0
     return SgmvTables(
         sites=tuple(sites),
