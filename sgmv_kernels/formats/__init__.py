@@ -1,1 +1,1 @@
-"""How bytes are encoded: adapter panels, group-quantized weights, fp8, KV pages."""
+"""Encodings of adapter panels, group-quantized weights, fp8 and KV pages."""

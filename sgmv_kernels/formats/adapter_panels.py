@@ -1,4 +1,4 @@
-"""Layout of an adapter's panels: the packed host form, and the places inside the pool's pages. Imports no torch.
+"""Layout of an adapter's panels: the packed form in host memory, and their places in the pool. Imports no torch.
 
 At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-byte aligned, in this order:
 
@@ -6,24 +6,24 @@ At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-b
     A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
     B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
 
-and behind those of all sites, for each *place*, an output of the layer that an adapter may change by itself:
+After the panels of all sites follow, for each *place* (an output of the layer to which an adapter may apply vectors):
 
-    gain    fp32 [width]        factor of every number of the output, where the adapter has one
-    shift   fp32 [width]        what is added to it then, where the adapter has one
+    gain    fp32 [width]        factor of every number of the output, if the adapter has one
+    shift   fp32 [width]        added to the output after the gain, if the adapter has one
 
-and behind those of a slab's layers, where the adapter changes what lies outside the layers, the panels of its *ends*: a
-layout of its own with one layer a slab, so that a vocabulary's matrices are cut into as many blocks as there are slabs.
-Behind these lie its *rows*, where the adapter has rows of the vocabulary of its own: again a layout, whose layers are
-blocks of the rows and take turns in the slabs. A row lies as a rank row of A: its product with a state is a shrink.
+After the layers of a slab follow the panels of the adapter's *ends*, if it changes the embedding or the head. They have
+a separate layout with one layer per slab: a vocabulary's matrices are cut into as many blocks as there are slabs. Last
+come the adapter's own *rows* of the vocabulary, if it has any. They have a third layout, whose layers are blocks of
+rows, distributed over the slabs in turn. A row is stored like a rank row of A: its product with a state is a shrink.
 
-A and B hold numbers of the adapter dtype, and the factor is alpha / r; or int8 codes, every rank row of A and of B with
-a scale of its own, and the factor is alpha / r times both scales. All of an adapter is of one kind.
+A and B hold either numbers of the adapter dtype, and the factor is alpha / r; or int8 codes with a scale for every rank
+row of A and of B, and the factor is alpha / r times both scales. All panels of an adapter are of the same kind.
 
-Ranks are not padded: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end to
-end, and layers that share a slab of the pool one after another. In the pool they lie in the same order inside runs of
-consecutive pages; the same page ids serve every slab, so a run is as long as the widest slab needs. An adapter takes
-one run if the pool has one, else several; a single panel is never split. (Pages shared by KV and adapters: S-LoRA;
-16-rank panels: so that a program reads one table entry and then affine addresses.)
+Ranks are not padded: the last panel of a matrix has only the remaining rank rows. The *packed* form has a layer's
+panels end to end, and layers that share a slab of the pool one after another. In the pool they have the same order
+inside runs of consecutive pages. The same page ids apply to every slab, so a run is as long as the widest slab needs.
+An adapter takes one run if the pool has one, else several; a panel is never split. (Sources: S-LoRA for pages shared by
+KV and adapters. Panels have 16 ranks so that a program reads one table entry and then affine addresses.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,19 +40,19 @@ PANEL_RANKS = 16
 SCALE_BYTES = 4
 VECTOR_BYTES = 4
 CODE_BYTES = 1
-"""Size of a weight that is stored as an int8 code."""
+"""Bytes of a weight that is stored as an int8 code."""
 MAX_RANK = 256
 """Highest rank of one slice that kernels are built and tested for."""
 MAX_SLICES = 3
 RECORD_INTS = 1 + MAX_SLICES
 TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
-"""Sizes that the CPU kernels process a quantized weight by: outputs; neighbours along the inputs, a divisor of groups;
-most inputs that are unpacked together.
+"""Blocks in which the CPU kernels process a quantized weight: outputs; neighbouring inputs, which divide a group; most
+inputs that are unpacked together.
 """
 STEP_GROUPS = 8
-"""Groups of a quantized weight whose factors share a step (`group_quant`)."""
+"""Number of groups of a quantized weight whose factors share a step (`group_quant`)."""
 ROW_GROUP = 16
-"""Rows whose rounded activations lie side by side, so that the rows that a CPU kernel multiplies are in one place."""
+"""Rows whose rounded activations are stored together, so that the rows that a CPU kernel multiplies are adjacent."""
 ROUND_ROWS = 8
 """Rows that are rounded at a time, a divisor of `ROW_GROUP`."""
 Run = tuple[int, int]
@@ -65,14 +65,14 @@ LayerRanks = tuple[tuple[int, ...], ...]
 GAIN, SHIFT = 1, 2
 """Kinds of vectors at a place."""
 LayerVectors = tuple[int, ...]
-"""`[place]`: vectors of one layer, sums of `GAIN` and `SHIFT`."""
+"""`[place]`: the vectors of one layer at each place, as a sum of `GAIN` and `SHIFT`."""
 Int32 = npt.NDArray[np.int32]
 NO_VECTOR = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SiteDims:
-    """Hold the shape of one linear site: inputs, and the outputs of each slice that shares them."""
+    """Hold the shape of one linear site: the inputs, and the outputs of each slice, which share the inputs."""
 
     in_features: int
     out_features: tuple[int, ...]
@@ -84,9 +84,9 @@ class SiteDims:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Say which tokens own rows of the vocabulary stand for, in ascending order: int64 [N] for each site of a layout.
+    """Hold the tokens of an adapter's own rows of the vocabulary, ascending: int64 [N] for each site of a layout.
 
-    Rows are cut into blocks of `widths[site]`, one a layer; the last block with rows is as short as they are.
+    Rows are cut into blocks of `widths[site]`, one per layer; the last block has only the remaining rows.
     """
 
     tokens: tuple[npt.NDArray[np.int64], ...]
@@ -116,7 +116,7 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class SitePanels:
-    """Index the panels of one site in the layer's panel list, with the rank rows of each."""
+    """Hold the indices of one site's panels in the layer's panel list, with the number of rank rows of each."""
 
     ranks: tuple[int, ...]
     scale: int
@@ -136,12 +136,12 @@ class AdapterLayout:
         sites: the base's linear sites, the same in every layer.
         ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
         itemsize: bytes of one stored weight (2 for bf16, 4 for float32, `CODE_BYTES` for int8 codes).
-        slabs: the pool's slab of each layer, counted from 0; empty where each layer has its own.
+        slabs: the pool's slab of each layer, counted from 0; empty if each layer has its own slab.
         places: widths of the outputs of a layer that may have vectors, the same for all adapters that have any.
-        vectors: `vectors[layer][place]`; empty for an adapter without.
-        ends: layout of the panels outside the layers, one layer a slab; None for an adapter without.
+        vectors: `vectors[layer][place]`; empty for an adapter without vectors.
+        ends: layout of the panels outside the layers, one layer per slab; None for an adapter without.
         rows: layout of own rows of the vocabulary; None for an adapter without.
-        row_tokens: of a layout of rows: what its rows stand for.
+        row_tokens: in a layout of rows: the tokens of its rows.
     """
 
     sites: tuple[SiteDims, ...]
@@ -170,7 +170,7 @@ class AdapterLayout:
 
     @cached_property
     def panel_bytes(self) -> tuple[Bytes, ...]:
-        """Return the aligned size of every panel, one array for each layer, then for each of `ends` and of `rows`."""
+        """Return the aligned bytes of every panel: one array per layer, those of `ends` and then of `rows` last."""
         vectors = self.vectors or ((),) * self.num_layers
         own = tuple(
             _layer_panel_bytes(self.sites, layer, self.itemsize, self.places, kinds)
@@ -184,7 +184,7 @@ class AdapterLayout:
 
     @cached_property
     def vector_panels(self) -> Int32:
-        """Return [L, places, 2]: index of each place's gain and shift in its layer's panels, or `NO_VECTOR`."""
+        """Return [L, places, 2]: the indices of each place's gain and shift in its layer's panels, or `NO_VECTOR`."""
         indices = np.full((len(self.vectors), len(self.places), 2), NO_VECTOR, dtype=np.int32)
         for layer, kinds in enumerate(self.vectors):
             panel = len(self.panel_bytes[layer]) - sum(kind.bit_count() for kind in kinds)
@@ -197,7 +197,7 @@ class AdapterLayout:
 
     @cached_property
     def layers_of_slabs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of each slab; those of `ends` count on behind the others, then those of `rows`."""
+        """Return the layers of each slab; layers of `ends` are numbered after the others, then those of `rows`."""
         layers: dict[int, list[int]] = {}
         others = [slab for other in self._others for slab in other.slabs or range(other.num_layers)]
         for layer, slab in enumerate((*(self.slabs or range(self.num_layers)), *others)):
@@ -241,17 +241,17 @@ class AdapterLayout:
         return int(self.records[..., 1:].max(initial=0))
 
     def num_pages(self, page_bytes: int) -> int:
-        """Return the pages of one run that holds the whole adapter."""
+        """Return the number of pages of one run that holds the whole adapter."""
         return -(-self.slab_bytes // page_bytes)
 
     def place(self, runs: Sequence[Run], page_bytes: int) -> "PlacedAdapter | None":
-        """Place every slab's panels, in order, into `runs`; None if some slab does not fit."""
+        """Place every slab's panels, in order, into `runs`; return None if a slab does not fit."""
         offsets = self._by_layer(lambda sizes: _fill_runs(sizes, runs, page_bytes))
         return None if offsets is None else PlacedAdapter(self, tuple(runs), page_bytes, offsets)
 
     def _by_layer(self, place: Callable[[Bytes], Bytes | None]) -> tuple[Bytes, ...] | None:
-        """Return the offsets of each layer's panels, which `place` computes from the sizes of a slab's; None if it
-        returns None. Slabs of equal sizes share arrays.
+        """Return the offsets of each layer's panels. `place` computes those of a slab from the sizes of its panels; if
+        it returns None, so does this. Slabs with equal sizes share arrays.
         """
         known: dict[tuple[int, ...], list[Bytes]] = {}
         offsets: dict[int, Bytes] = {}
@@ -274,7 +274,7 @@ class PlacedAdapter:
     layout: AdapterLayout
     runs: tuple[Run, ...]
     page_bytes: int
-    # [layer][panel], bytes from the start of that layer's slab; layers of `ends` behind the others, then of `rows`.
+    # [layer][panel], bytes from the start of that layer's slab; layers of `ends` and then of `rows` come last.
     offsets: tuple[Bytes, ...]
 
     @property
@@ -313,12 +313,12 @@ class PlacedAdapter:
 
     @cached_property
     def ends(self) -> "PlacedAdapter | None":
-        """Return the places of the panels outside the layers; None if there are none."""
+        """Return where the panels outside the layers are; None if there are none."""
         return self._of(self.layout.ends, self.layout.num_layers)
 
     @cached_property
     def rows(self) -> "PlacedAdapter | None":
-        """Return the places of own rows of the vocabulary; None if there are none."""
+        """Return where the own rows of the vocabulary are; None if there are none."""
         ends = 0 if self.layout.ends is None else self.layout.ends.num_layers
         return self._of(self.layout.rows, self.layout.num_layers + ends)
 
@@ -339,7 +339,7 @@ class PlacedAdapter:
         return {id(offsets): offsets for offsets in self.offsets}
 
     def trimmed(self) -> "PlacedAdapter":
-        """Return the same places without pages at the end of each run that no layer uses."""
+        """Return the same places without the unused pages at the end of each run."""
         distinct = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
         ends = [max(self._end_inside(run, *layer) for layer in distinct) for run in self.runs]
         pages = [-(-end // self.page_bytes) for end in ends]
@@ -368,7 +368,7 @@ class PlacedAdapter:
         return pieces
 
     def _end_inside(self, run: Run, offsets: Bytes, sizes: Bytes) -> int:
-        """Return the byte where the last panel of a layer inside a run ends; 0 if the layer has none there."""
+        """Return the end, in bytes, of the last panel of a layer inside a run; 0 if the layer has none there."""
         inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
         return int((offsets + sizes)[inside].max(initial=0))
 
@@ -429,7 +429,7 @@ def _layer_records(layer_ranks: LayerRanks) -> npt.NDArray[np.int32]:
 
 
 def _fill_runs(sizes: Bytes, runs: Sequence[Run], page_bytes: int) -> Bytes | None:
-    """Place panels in order by next fit, each whole inside one run."""
+    """Place panels in order by next fit, each completely inside one run."""
     offsets = np.empty(len(sizes), dtype=np.int64)
     remaining = iter(runs)
     position = end = 0

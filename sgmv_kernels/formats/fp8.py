@@ -1,7 +1,7 @@
-"""Multiply base linears in e4m3 on GPUs that support it.
+"""Multiplication of base linears in e4m3 on GPUs that support it.
 
-Weights have a static scale per row, activations a new one per row. Shapes: T rows, H inputs, O outputs. Both widths
-must be multiples of 16.
+Weights have a static scale per row; activations get a new scale per row in each call. Shapes: T rows, H inputs, O
+outputs. Both widths must be multiples of 16.
 Source: dynamic scales by token with static ones by channel, ZeroQuant (Yao et al. 2022); e4m3, Micikevicius et al.
 (2022).
 """
@@ -18,7 +18,7 @@ _TINY = 1e-30
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return whether the device has e4m3 products: CUDA from Ada (sm89) and Hopper on."""
+    """Return whether the device has e4m3 products: CUDA, from Ada (sm89) and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 

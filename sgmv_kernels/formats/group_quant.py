@@ -1,7 +1,7 @@
-"""Define the form of quantized weights that every backend takes: integer codes, with factors per group.
+"""Quantized weights in the form that every backend accepts: integer codes with factors for each group.
 
-A backend packs them into its own order once, when the model is loaded. Shapes: O outputs, H inputs, G groups of a row,
-H / group of them.
+A backend packs them into its own order once, when the model is loaded. Shapes: O outputs, H inputs, G = H / group
+groups of a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import STEP_GROUPS
 
 INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS = 256, 16, 11
-"""Number of values of a code. 11 levels take 3.46 bits: two codes fit into seven."""
+"""Number of values of a code. 11 levels take 3.46 bits: two codes fit into seven bits."""
 
 
 _BY_OUTPUT, _SHARED = ("codes", "scales", "minima", "zeros", "steps"), ("order", "table")
-"""Tensors of a weight that have a row for each output, and others."""
+"""Tensors of a weight that have a row for each output, and the other tensors."""
 TABLE_VALUES = 16
 
 
@@ -33,12 +33,12 @@ class GroupQuantizedWeight:
         scales: [O, G] fp16 or fp32; int8 with steps.
         minima: [O, G], of the scales' dtype, fp32 or int8 for 256 levels; or None.
         levels: one of the three constants above.
-        zeros: [O, G] int16, of at most 2,048, which fp16 holds exactly; or None. Codes of 16 or 11 levels without a
-            table have either minima or zeros, codes with a table neither.
-        order: [H] int32, the input that each column of the codes is multiplied with; None for the columns' own order.
-        table: [16] int8, the values of codes of 16 levels; None for the codes themselves.
-        steps: [O, G / 8, 1 or 2] fp16, what the scales, and the minima if there are any, of `STEP_GROUPS` groups are
-            multiplied with; None for 1.
+        zeros: [O, G] int16 of at most 2,048, which fp16 represents exactly; or None. Codes of 16 or 11 levels have
+            either minima or zeros, or a table and neither.
+        order: [H] int32, the input of each column of the codes; None if columns are in the order of inputs.
+        table: [16] int8, the values of codes of 16 levels; None if the codes are the values.
+        steps: [O, G / 8, 1 or 2] fp16, factors of the scales, and of the minima if there are any, of `STEP_GROUPS`
+            groups; None for 1.
     Raises:
         KernelArgumentError: shapes, dtypes or levels that do not fit.
     """
@@ -123,14 +123,15 @@ class GroupQuantizedWeight:
         return self._with({name: held.to(device) for name, held in self._held(*_BY_OUTPUT, *_SHARED)})
 
     def __getitem__(self, rows: Tensor | slice) -> "GroupQuantizedWeight":
-        """Return the codes of some outputs."""
+        """Return the weight of some outputs."""
         return self._with({name: held[rows] for name, held in self._held(*_BY_OUTPUT)})
 
     def of_inputs(self, inputs: slice) -> "GroupQuantizedWeight":
-        """Return the codes of a span of inputs.
+        """Return the weight of a span of inputs.
 
         Raises:
-            KernelArgumentError: it cuts a group, or a run of groups that share a step, or columns have another order.
+            KernelArgumentError: the span cuts a group or a run of groups that share a step, or columns are not in the
+                order of inputs.
         """
         first, end, _ = inputs.indices(self.in_features)
         if (first, end) == (0, self.in_features):
@@ -146,15 +147,15 @@ class GroupQuantizedWeight:
         return self._with({name: held[:, cuts[name]].contiguous() for name, held in self._held(*_BY_OUTPUT)})
 
     def in_groups_of(self, group: int) -> "GroupQuantizedWeight":
-        """Return the same weight, which has no steps, in smaller groups, whose size divides that of these: factors are
-        repeated.
+        """Return the same weight with smaller groups, by repeating factors. `group` must divide the group size, and the
+        weight must have no steps.
         """
         times = self.group // group
         repeated = {name: held.repeat_interleave(times, 1) for name, held in self._held("scales", "minima", "zeros")}
         return self._with(repeated)
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
-        """Return scales and minima [O, G], multiplied with their steps; fp32 products of these are exact."""
+        """Return scales and minima [O, G], multiplied by their steps; these products are exact in fp32."""
         if self.steps is None:
             return self.scales, self.minima
         steps = self.steps.float().repeat_interleave(STEP_GROUPS, dim=1)
@@ -162,7 +163,7 @@ class GroupQuantizedWeight:
         return self.scales * steps[..., 0], minima
 
     def values(self) -> Tensor:
-        """Return what is multiplied with scales, [O, H] fp32."""
+        """Return the values that are multiplied by scales, [O, H] fp32."""
         if self.table is None:
             return self.codes.float()
         return self.table.float().index_select(0, self.codes.reshape(-1).int()).view(self.codes.shape)
@@ -179,7 +180,7 @@ class GroupQuantizedWeight:
         return in_input_order(groups.view(self.codes.shape), self.order)
 
     def _held(self, *names: str) -> Iterator[tuple[str, Tensor]]:
-        """Return those of the tensors that are not None."""
+        """Yield the names and tensors among these that are not None."""
         return ((name, held) for name in names if (held := getattr(self, name)) is not None)
 
     def _with(self, changed: Mapping[str, Tensor]) -> "GroupQuantizedWeight":
@@ -187,7 +188,7 @@ class GroupQuantizedWeight:
 
 
 def in_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
-    """Return a weight [O, H] with the column of every input in its place; `order` as `GroupQuantizedWeight` has it."""
+    """Return a weight [O, H] with columns in the order of inputs; `order` as in `GroupQuantizedWeight`."""
     return columns if order is None else columns[:, order.long().argsort()]
 
 
@@ -207,7 +208,7 @@ def stack_codes(parts: Sequence[GroupQuantizedWeight]) -> GroupQuantizedWeight |
 
 
 def join_codes(parts: Sequence[GroupQuantizedWeight]) -> list[GroupQuantizedWeight]:
-    """Stack neighbours that fit each other; return as few weights as there can be, in the same order."""
+    """Stack neighbours that `stack_codes` can stack; return as few weights as possible, in the same order."""
 
     def joined(done: list[GroupQuantizedWeight], part: GroupQuantizedWeight) -> list[GroupQuantizedWeight]:
         stacked = stack_codes([done[-1], part]) if done else None

@@ -1,8 +1,8 @@
-"""Describe the layout of keys and values inside a page of the pool, one class for each format. Imports no torch.
+"""Layouts of keys and values inside a page of the pool, one class for each format. Imports no torch.
 
-All code that needs the size of a page or a view of its interior uses the format. A new format is one subclass of
-`KVFormat` in `KV_FORMATS`, and one kernel for each backend that should read it fast; the plain torch kernels read every
-format through its `read` and `write`.
+All code that needs the size of a page or a view of its contents uses the format. A new format needs a subclass of
+`KVFormat` in `KV_FORMATS`, and a kernel for each backend that should read it fast; the plain torch kernels support
+every format through its `read` and `write`.
 """
 
 import math
@@ -14,25 +14,26 @@ from typing import Any
 ALIGNMENT_BYTES = 128
 """Pages and adapter panels begin at multiples of this, so that kernels read whole cache lines."""
 Tensor = Any
-"""Stands for torch.Tensor: schedulers and planners read sizes here, so torch is not imported even for types."""
+"""Stands for torch.Tensor. Schedulers and planners use this module for sizes, so it does not import torch for types."""
 Parts = Mapping[str, Tensor]
 """Views [P, kv_heads, *shape of a head's block] of the pages of one layer, by the names of a format's parts."""
 TOKEN, HEAD_DIM = "token", "head_dim"
 """Axes of a part: the tokens of a page, the numbers of a head."""
 TOKEN_QUAD, QUAD_TOKEN, DIM_QUAD, QUAD_DIM, CODE_DIM = "token_quad", "quad_token", "dim_quad", "quad_dim", "code_dim"
-"""Axes of codes: fours of tokens, the tokens of a four; fours of numbers, the numbers of a four; the padded numbers."""
+"""Axes of codes: groups of four tokens, the tokens of a group; groups of four numbers, the numbers of a group; the
+padded numbers of a head."""
 DIM_PAIR = "dim_pair"
 """Axis of codes of 4 bits: pairs of numbers that share a byte."""
 CODES_STEP = 16
-"""Codes of a head, and the tokens of their pages, are a multiple of so many: whole vectors on every processor."""
+"""The codes of a head, and the tokens of a page, are a multiple of this: whole vectors on every processor."""
 LEVELS = 127
 """Code of the largest magnitude of a head."""
 NIBBLE_LEVELS = 15
-"""Code of 4 bits of the largest number of a head; that of the smallest is 0."""
+"""4-bit code of the largest number of a head; the smallest has code 0."""
 MOST = 1e34
-"""Numbers of this size and larger are as infinite ones in pages of codes: the sums of a rotated head stay finite."""
+"""Magnitude from which numbers count as infinite in pages of codes, so that sums of a rotated head stay finite."""
 LEAST = 1e-30
-"""Heads without a larger number are stored as zeros."""
+"""Heads without a larger magnitude are stored as zeros."""
 _SIZES: Mapping[str, Callable[[int, int], int]] = {
     TOKEN: lambda head_dim, page_size: page_size,
     HEAD_DIM: lambda head_dim, page_size: head_dim,
@@ -74,7 +75,7 @@ class KVPart:
         return heads * math.prod(self.shape(head_dim, page_size)) * ITEM_BYTES[self.dtype]
 
     def at(self, pages: Tensor, slots: Tensor) -> tuple[Any, ...]:
-        """Return the index that gives the items of tokens, [T, kv_heads, *other axes], of a view of this part."""
+        """Return the index that selects the items of tokens, [T, kv_heads, *other axes], in a view of this part."""
         return pages, slice(None), *(_OF_A_SLOT[a](slots) if a in _OF_A_SLOT else slice(None) for a in self.axes)
 
 
@@ -90,11 +91,11 @@ class KVFormat(ABC):
     name: str
     # Arrays of a page in the order of their bytes; "keys" and "values" are among them.
     parts: tuple[KVPart, ...]
-    # Pages have a multiple of so many tokens.
+    # The tokens of a page are a multiple of this.
     page_step: int = 1
 
     def offsets(self, heads: int, head_dim: int, page_size: int) -> tuple[int, ...]:
-        """Return the byte offset of every part in its page, and behind them the bytes of the page."""
+        """Return the byte offset of every part in its page, and last the bytes of the page."""
         offsets, end = [], 0
         for part in self.parts:
             offsets.append(_aligned(end, ITEM_BYTES[part.dtype]))
@@ -118,14 +119,14 @@ class KVFormat(ABC):
         Args:
             parts: the pages of one layer.
             pages, slots: [T] int64, the page of each row's token and its place inside the page.
-            keys, values: [T, kv_heads, D] floats, keys with their positions.
+            keys, values: [T, kv_heads, D] floats; keys are rotated by their positions.
         """
 
     @abstractmethod
     def read(self, parts: Parts, pages: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Return keys [..., kv_heads, D, page] and values [..., kv_heads, page, D], fp32, of `pages` [...] int64.
 
-        They are those that were written, but for rounding. Unwritten slots may contain anything, NaN included.
+        They equal those that were written, except for rounding. Unwritten slots may contain anything, including NaN.
         """
 
     def copy(self, parts: Parts, sources: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> None:
@@ -136,10 +137,10 @@ class KVFormat(ABC):
 
 
 def held(keys: Tensor, values: Tensor, are_finite: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is stored of tokens [T, kv_heads, D]: values that are not finite as 0, their head's keys as NaN.
+    """Return tokens [T, kv_heads, D] as they are stored: values that are not finite as 0, their head's keys as NaN.
 
-    So rows that see such a token get NaN, and no others: these multiply its values by 0, which would be NaN too. A key
-    that is infinite is stored as NaN as well: a score of -inf would be one of no weight.
+    Rows that see such a token then get NaN, and no other rows do: those multiply the token's values by 0, and infinity
+    or NaN times 0 would be NaN. An infinite key is also stored as NaN: a score of -inf would only mean weight 0.
     """
     return keys.masked_fill(~are_finite.all(-1, keepdim=True), math.nan), values.masked_fill(~are_finite, 0)
 
@@ -147,8 +148,8 @@ def held(keys: Tensor, values: Tensor, are_finite: Tensor) -> tuple[Tensor, Tens
 class FloatKV(KVFormat):
     """Store keys and values as floats of one dtype, keys transposed.
 
-    A vector of stored keys then holds one dimension of neighbouring tokens: the scores of a page come out as vectors,
-    without horizontal sums, and one loaded key serves every query head of its group.
+    A vector of stored keys then holds one dimension of neighbouring tokens: the scores of a page are computed as
+    vectors, without horizontal sums, and a loaded key is used for every query head of its group.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -169,8 +170,8 @@ class CodesKV(KVFormat):
     """Store keys as int8 codes with a scale for each token and head, and values as the codes of a subclass.
 
     Keys are rotated by a Hadamard matrix before they are rounded, which spreads a head's few large numbers over all of
-    them; kernels rotate queries likewise, so that scores stay as they are. A token's bytes depend on that token alone.
-    Four neighbours along the axis over which attention adds up lie in one word: numbers of a key, tokens of a value.
+    them. Kernels rotate queries in the same way, so that scores do not change. A token's bytes depend only on that
+    token. Four neighbours along the axis that attention sums over are in one word: numbers of a key, tokens of a value.
 
     Source: rotation before rounding, QuaRot (Ashkboos et al. 2024).
     """
@@ -200,7 +201,7 @@ class CodesKV(KVFormat):
 
     @abstractmethod
     def read_values(self, parts: Parts, pages: Tensor, head_dim: int) -> Tensor:
-        """Return values as `read` does."""
+        """Return values as in `read`."""
 
 
 class Int8KV(CodesKV):
@@ -220,10 +221,10 @@ class Int8KV(CodesKV):
 
 
 class K8V4(CodesKV):
-    """Store values as codes of 4 bits between the smallest and the largest number of each token and head.
+    """Store values as 4-bit codes between the smallest and the largest number of each token and head.
 
-    Values are rotated before they are rounded, as keys are, and kernels rotate what attention gives back. A byte has
-    two numbers of one token, the second half a padded head after the first, so that tokens share no byte.
+    Values are rotated before they are rounded, like keys, and kernels rotate the result of attention back. A byte has
+    two numbers of one token, half a padded head apart, so that tokens share no byte.
     """
 
     def __init__(self) -> None:
@@ -247,21 +248,21 @@ class K8V4(CodesKV):
 
 KV_FORMATS: dict[str, KVFormat] = {dtype: FloatKV(dtype) for dtype in ("bfloat16", "float16", "float32")}
 KV_FORMATS |= {kv_format.name: kv_format for kv_format in (Int8KV(), K8V4())}
-"""Every format by its name, which `--kv-cache-dtype` takes."""
+"""Every format by its name in `--kv-cache-dtype`."""
 
 
 def get_kv_format(name: str, dtype: str) -> KVFormat:
-    """Return the format that `--kv-cache-dtype` names; "auto" is that of the weights' `dtype`."""
+    """Return the format that `--kv-cache-dtype` names; "auto" means the format of the weights' `dtype`."""
     return KV_FORMATS[dtype if name == "auto" else name]
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return the numbers of a head in codes, those behind `head_dim` 0."""
+    """Return the number of codes of a head; those after `head_dim` are 0."""
     return _aligned(head_dim, CODES_STEP)
 
 
 def padded_pairs(head_dim: int) -> int:
-    """Return the bytes of a head in codes of 4 bits: as many numbers in their lower halves, as many in their upper."""
+    """Return the bytes of a head in 4-bit codes; each byte has one number in its lower and one in its upper half."""
     return _aligned(head_dim, 2 * CODES_STEP) // 2
 
 
@@ -271,7 +272,7 @@ def rotated_block(head_dim: int) -> int:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate heads [..., D] fp32 by the orthonormal Hadamard matrix of their blocks, which is its own inverse."""
+    """Rotate heads [..., D] fp32 block by block with the orthonormal Hadamard matrix, which is its own inverse."""
     block = rotated_block(x.shape[-1])
     half = 1
     while half < block:
@@ -284,7 +285,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round heads [..., D] fp32 to whole codes, `LEVELS` for the largest magnitude; returns codes and scales [...].
+    """Round heads [..., D] fp32 to integer codes, `LEVELS` for the largest magnitude; return codes and scales [...].
 
     The scale of a head with a number that is not finite is NaN.
     """
@@ -298,10 +299,10 @@ def round_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round heads [..., D] fp32 to whole codes from 0 to `NIBBLE_LEVELS`; returns codes, scales and minima [...].
+    """Round heads [..., D] fp32 to integer codes from 0 to `NIBBLE_LEVELS`; return codes, scales and minima [...].
 
-    A number is code * scale + minimum; both are those of bfloat16. The scale of a head with a number that is not
-    finite is NaN.
+    A number is code * scale + minimum, where scale and minimum are rounded to bfloat16. The scale of a head with a
+    number that is not finite is NaN.
     """
     minima = x.amin(-1).bfloat16().float()
     scales = ((x.amax(-1) - minima) * (1 / NIBBLE_LEVELS)).bfloat16().float()

@@ -1,4 +1,4 @@
-"""View the pages in which one layer of the pool stores keys and values as tensors."""
+"""Tensor views of the pages in which one layer of the pool stores keys and values."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class KvPages:
         heads: key heads.
         page_size: tokens of a page.
         head_dim: D, numbers of a head.
-        page_bytes: from each page to the next, at least those that the format needs; None for these.
+        page_bytes: distance between pages, at least the bytes that the format needs; None for these bytes.
     Attributes:
         parts: views [P, heads, *shape of a head's block] by the names of the format's parts; `keys` and `values` are
             two of them.
@@ -62,16 +62,16 @@ class KvPages:
         return len(self.keys)
 
     def address(self, part: str) -> int:
-        """Return the address of a part in the first page, 0 if the format has none of this name."""
+        """Return the address of a part in the first page; 0 if the format has no part of this name."""
         return self.parts[part].data_ptr() if part in self.parts else 0
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of the units that `token_places` counts in: one item of the part with the smallest."""
+        """Return the bytes of the unit of `token_places`: the smallest item size of the parts."""
         return min(view.itemsize for view in self.parts.values())
 
     def token_places(self) -> Tensor:
-        """Return where the units of each token of a page lie in the page, all parts and heads, [page, units] int32."""
+        """Return the places in the page of the units of each token, for all parts and heads, [page, units] int32."""
         return _token_places(self.format, self.num_heads, self.page_size, self.head_dim, self.slab.device)
 
     def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -97,10 +97,10 @@ def _token_places(kv_format: KVFormat, heads: int, page_size: int, head_dim: int
 
 
 def layer_bytes(layers: Sequence[KvPages]) -> int:
-    """Return the bytes from each layer of a pool to the next, 0 for one layer.
+    """Return the distance in bytes between the layers of a pool; 0 for one layer.
 
     Raises:
-        KernelArgumentError: the layers are not alike, or not equally far apart.
+        KernelArgumentError: the layers differ in format or size, or are not equally far apart.
     """
     starts = [kv.slab.data_ptr() for kv in layers]
     distances = {after - before for before, after in pairwise(starts)}
