@@ -1,1 +1,1 @@
-"""Compile cache, team of threads, and launches that run at once or are recorded."""
+"""Compile cache, team of threads, and launches that run immediately or are recorded."""

@@ -1,4 +1,4 @@
-"""Ask the system for AMX registers, which a process may use only then. Imports no torch."""
+"""Request AMX registers from the system, without which a process may not use them. Imports no torch."""
 
 import ctypes
 import logging
@@ -9,7 +9,7 @@ from sgmv_kernels.cpu_runtime.processor import features
 
 logger = logging.getLogger(__name__)
 NEEDED_BY_AMX = ("amx-tile", "amx-int8", "avx512vnni")
-"""Features of the processor by LLVM's names."""
+"""Features of the processor, by LLVM's names."""
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 """A system call of Linux on x86-64, `ARCH_REQ_XCOMP_PERM`, and the registers' number there (Linux, x86/xstate)."""
 

@@ -1,8 +1,9 @@
-"""Machine code of the CPU kernels: compiled by Numba once a machine, kept on disk, then loaded without Numba.
+"""Machine code of the CPU kernels: compiled by Numba once per machine, kept on disk, then loaded without Numba.
 
-A kernel is a C function of one address, written as a Python function in a module of `cpu_kernels`. Importing Numba
-and reading its own cache took 2.2 s of every start, half of what a start may take; loading object code takes a tenth.
-Kernels raise nothing, so the functions that Numba's error paths would call are not needed. Imports no torch.
+A kernel is a C function with one address as its argument, written as a Python function in a module of `cpu_kernels`.
+Importing Numba and reading its own cache took 2.2 s of every start, half of the time allowed for a start; loading
+object code takes a tenth of that. Kernels raise no exceptions, so the functions for Numba's error paths are not needed.
+Imports no torch.
 """
 
 import ctypes
@@ -29,11 +30,11 @@ from sgmv_kernels.cpu_runtime.processor import name_and_features
 logger = logging.getLogger(__name__)
 _KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
 _SOURCES = *_KERNELS, "formats/*.py", "backend.py"
-"""Files whose constants and code kernels are made of."""
+"""Files with the constants and the code that kernels are compiled from."""
 
 
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
-"""Settings that do not count: kernels use the instructions of this processor, whatever other code is made for."""
+"""Settings that are ignored: kernels are compiled for this processor, even if other Numba code is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def numba_version() -> str:
 
 @cache
 def address_of(module: str, function: str) -> int:
-    """Return the address of a kernel, loaded from disk or compiled now, which takes seconds."""
+    """Return the address of a kernel, which is loaded from disk or compiled now (this takes seconds)."""
     directory = cache_directory()
     stored = None if directory is None else _read(directory / f"{module}.{function}")
     if stored is None:
@@ -73,12 +74,12 @@ def address_of(module: str, function: str) -> int:
 
 
 def missing(kernels: Sequence[Kernel], directory: Path) -> list[Kernel]:
-    """Return the kernels that are not kept in a directory."""
+    """Return the kernels that a directory does not have."""
     return [kernel for kernel in kernels if _read(directory / ".".join(kernel)) is None]
 
 
 def compile_into(directory: Path, kernel: Kernel) -> bool:
-    """Compile a kernel and keep it; return whether it could be kept."""
+    """Compile a kernel and write it to a directory; return whether it could be written."""
     return _write(directory / ".".join(kernel), _compile(*kernel))
 
 
@@ -109,8 +110,8 @@ _engines: list[Any] = []
 def _new_engine() -> Any:
     """Return a linker for one kernel.
 
-    Each kernel has its own: Numba numbers a kernel's inner functions by process, so that kernels that were compiled by
-    different processes may use one name for different functions.
+    Each kernel has its own linker: Numba numbers inner functions per process, so kernels compiled by different
+    processes may use one name for different functions.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -121,8 +122,8 @@ def _new_engine() -> Any:
 
 
 def _provide_halves() -> None:
-    """Tell LLVM where the conversions of fp16 are, for processors without them: generated code calls these although no
-    module names them."""
+    """Tell LLVM the addresses of the fp16 conversions, for processors without them: generated code calls these
+    functions although no module names them."""
     for name in ("__extendhfsf2", "__truncsfhf2"):
         if llvm.address_of_symbol(name) is None:
             with suppress(OSError, AttributeError):
@@ -160,7 +161,7 @@ def _read(path: Path) -> ObjectCode | None:
 
 
 def _write(path: Path, stored: ObjectCode) -> bool:
-    """Replace a file atomically: another process may read or write it at the same time. Return whether it is kept."""
+    """Replace a file atomically, since another process may read or write it; return whether it was written."""
     rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -175,7 +176,7 @@ def _write(path: Path, stored: ObjectCode) -> bool:
 
 @cache
 def cache_directory() -> Path | None:
-    """Return the folder for this processor and version of the sources, for its user only; None without one."""
+    """Return the private folder for this processor and version of the sources, or None if there can be none."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         base.mkdir(parents=True, exist_ok=True)

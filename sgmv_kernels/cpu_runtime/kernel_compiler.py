@@ -1,11 +1,11 @@
-"""Compile missing kernels in processes of their own, on several cores, so that the one that serves imports no Numba.
+"""Compile missing kernels in separate processes, on several cores, so that the serving process never imports Numba.
 
-A compiling process imports Numba once and forks workers, which take one kernel after another. While it lives it locks
-the cache directory: one that comes later, another server's too, waits and finds the kernels there. Whatever is missing
-in the end is compiled by `kernel_cache.address_of`, in the process that needs it. Imports no torch.
+A compiling process imports Numba once and forks workers, which take one kernel after another. It locks the cache
+directory while it runs: a later one, also of another server, waits and then finds the kernels there. Kernels that are
+still missing are compiled by `kernel_cache.address_of`, in the process that needs them. Imports no torch.
 
-A start waits for the kernels that most models need. Others are compiled when one is needed, or in the background: that
-process has the lowest priority and locks nothing, so that no start waits for it.
+A start waits for the kernels that most models need. The others are compiled when they are needed, or in the background
+by a process of the lowest priority, which takes no lock, so that no start waits for it.
 """
 
 import fcntl
@@ -35,18 +35,18 @@ Progress = Callable[[str, float], None]
 """Called with the current activity and its progress from 0 to 1."""
 COMMAND = (sys.executable, "-P", "-m", "sgmv_kernels.cpu_runtime.kernel_compiler")
 MOST_WORKERS = 4
-"""Workers beyond these would wait for the kernel that takes longest."""
+"""More workers would only wait for the kernel that takes longest."""
 STALLED_S = 240.0
-"""Time without a new kernel after which the compiling process is given up."""
+"""Time without a new kernel after which the wait for the compiling process ends."""
 _POLL_S = 0.05
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""How the compiler ends where it cannot go on; the process that serves must not try the same."""
+"""Signals that end a crashing compiler; the serving process must then not compile by itself."""
 _IN_BACKGROUND, _LOWEST_PRIORITY = "--in-background", 19
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A process that compiles `kernels` into `directory`."""
+    """Describe a process that compiles `kernels` into `directory`."""
 
     kernels: Sequence[Kernel]
     directory: Path
@@ -54,7 +54,7 @@ class Compilation:
     errors: IO[bytes]
 
     def wait(self, progress: Progress) -> None:
-        """Wait for the process; log why, if kernels are missing afterwards.
+        """Wait for the process; if kernels are missing afterwards, log why.
 
         Raises:
             ImportError: the compiler crashes on this machine.
@@ -96,8 +96,8 @@ class Compilation:
 
 @contextmanager
 def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iterator[Compilation | None]:
-    """Let a process compile the kernels that are missing, which is ended with the block; None if there is nothing to do
-    or no place to keep them.
+    """Compile missing kernels in a process that is ended with the `with` block; yield None if there is nothing to do or
+    no folder to keep them.
     """
     directory = place()
     absent = missing(kernels, directory) if directory is not None else []
@@ -106,7 +106,7 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
         return
     with tempfile.TemporaryFile() as errors:
         names = [*([_IN_BACKGROUND] if in_background else []), *map(".".join, absent)]
-        # OpenBLAS would start threads, beside which nothing should be forked.
+        # OpenBLAS would start threads, and a process with threads should not fork.
         kept = {name: value for name, value in os.environ.items() if name not in OF_TARGET}
         environment = {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
@@ -116,7 +116,7 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=environment,
-                # Not a session of its own: beside it a low priority counts for nothing (sched_autogroup_enabled).
+                # Not a new session: in another session, a low priority would have no effect (sched_autogroup_enabled).
                 process_group=0,
             )
         except OSError as error:
@@ -132,7 +132,7 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
 
 
 def place() -> Path | None:
-    """Return the folder where compiled kernels can be kept; None if there is none, or no Numba."""
+    """Return the folder for compiled kernels, or None without such a folder or without Numba."""
     try:
         directory = cache_directory()
     except ImportError:
@@ -142,7 +142,7 @@ def place() -> Path | None:
 
 @contextmanager
 def compiling_in_background(kernels: Sequence[Kernel], after_s: float) -> Iterator[None]:
-    """Let a process compile the kernels that are still missing in `after_s`, which is ended with the block."""
+    """After `after_s`, compile kernels that are still missing in a process that is ended with the `with` block."""
     is_over = threading.Event()
 
     def compile_them() -> None:
@@ -165,8 +165,8 @@ def compiling_in_background(kernels: Sequence[Kernel], after_s: float) -> Iterat
 
 @cache
 def kernel_address(module: str, function: str) -> int:
-    """Return the address of a kernel. One that is missing is compiled first, which takes seconds, in another process if
-    it can be kept.
+    """Return the address of a kernel. A missing one is compiled first, which takes seconds, in another process if the
+    result can be kept.
 
     Raises:
         ImportError: it cannot be compiled.
@@ -182,7 +182,7 @@ def kernel_address(module: str, function: str) -> int:
 
 
 def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
-    """Compile kernels that are not kept yet, and wait for them.
+    """Compile the kernels that are missing, and wait for them.
 
     Raises:
         ImportError: the compiler crashes on this machine.
@@ -193,7 +193,7 @@ def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Compile kernels that are not kept yet; return the process's exit code."""
+    """Compile the kernels that are missing; return the process's exit code."""
     directory = cache_directory()
     if directory is None:
         return 1
@@ -202,14 +202,14 @@ def main(names: Sequence[str]) -> int:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
     else:
-        with suppress(OSError):  # Without locks on this file system, two processes do the same work.
+        with suppress(OSError):  # If the file system has no locks, two processes may do the same work.
             fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
     asked = (name.split(".") for name in names)
     kernels = missing([(module, function) for module, function in asked], directory)
     if not kernels:
         return 0
     gc.disable()  # The process is short-lived, and collecting takes a tenth of its time.
-    # What all workers need, before they are forked; the first compilation, of a small kernel, fills Numba's tables.
+    # Load everything that workers share before forking; compiling a small kernel first fills Numba's tables.
     for module, _ in kernels:
         importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}")
     if not compile_into(directory, kernels.pop()):
@@ -228,7 +228,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def _work(tasks: int, kernels: Sequence[Kernel], directory: Path) -> None:
-    """Compile the kernels whose numbers come out of a pipe."""
+    """Compile the kernels whose numbers are read from a pipe."""
     while number := os.read(tasks, 1):
         if not compile_into(directory, kernels[number[0]]):
             sys.exit(1)

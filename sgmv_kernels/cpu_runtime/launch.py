@@ -1,10 +1,10 @@
-"""Kernel launches on the CPU: run at once, or recorded and run many at a time.
+"""Kernel launches on the CPU: run immediately, or recorded and run many at a time.
 
-A launch is a kernel and a block of int64 words. The launch itself gives some of them (addresses of weights and buffers,
-widths), the step the others (numbers of rows, addresses of its tables), each 0 where the other gives the value. A
-forward pass is recorded once, and run for every step as `blocks = step words + own words`, one line of numpy, and one
-parallel region with a barrier between launches: without it, a step of SmolLM2 spends half its time in 500 calls from
-Python. Source: CUDA graphs, which this corresponds to.
+A launch is a kernel and a block of int64 words. The launch sets its own words (addresses of weights and buffers,
+widths), and the step sets the others (numbers of rows, addresses of its tables); each is 0 where the other has the
+value. A forward pass is recorded once. Each step runs it as `blocks = step words + own words`, one line of NumPy, and
+one parallel region with a barrier between launches. Without recording, a step of SmolLM2 spends half its time in 500
+calls from Python. Source: the idea is that of CUDA graphs.
 """
 
 import threading
@@ -22,21 +22,21 @@ from sgmv_kernels.cpu_runtime.kernel_compiler import kernel_address
 from sgmv_kernels.cpu_runtime.team import COUNTERS, Team, arguments, run, take_team, team_size
 
 WORDS = 32
-"""Words of a block, the two counters included."""
+"""Words of a block, including the two counters."""
 NUM_ROWS = COUNTERS
-"""Place of the number of rows, in all kernels that loop over rows."""
+"""Index of the number of rows, in all kernels that loop over rows."""
 ROWS = "rows"
 """Name of the part that holds the number of rows of a step."""
 Words = Mapping[int, int]
-"""Values by their places in a block."""
+"""Values by their indices in a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Words that a step gives to launches; launches with parts of one name get the same words.
+    """Hold the words that a step gives to launches; launches with parts of one name get the same words.
 
-    `tasks` is their number: with fewer than two, one thread works alone. `threads` is the team that the scratch memory
-    is for, 0 for any.
+    `tasks` is the number of tasks: with fewer than two, one thread works alone. `threads` is the team size that the
+    scratch memory is for, 0 for any.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Part:
 
 @dataclass
 class Recorder:
-    """Launches that are being recorded for a team of `threads`, and the buffers that they share."""
+    """Hold the launches that are being recorded for a team of `threads`, and the buffers that they share."""
 
     threads: int
     part_of_rows: str = ROWS
     launches: list[tuple[str, int, str, dict[int, int]]] = field(default_factory=list)
     buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
-    # What the last launch computes, if it can do more with it.
+    # The result of the last launch, if that launch can be extended.
     last_result: Tensor | None = None
 
 
@@ -80,7 +80,7 @@ def recording_now() -> bool:
 
 
 def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return memory for a result: new, or in a recording the one buffer of this name, which its next use overwrites."""
+    """Return memory for a result: new, or in a recording the shared buffer of this name, which later uses overwrite."""
     if _local.recorder is None:
         return torch.empty(tuple(shape), dtype=dtype)
     key = name, tuple(shape), dtype
@@ -90,7 +90,7 @@ def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -
 
 
 def rows_part(rows: int, tasks: int) -> Part:
-    """Return the part of a launch that needs nothing of the step but its number of rows."""
+    """Return the part of a launch that needs only the number of rows from the step."""
     return Part(ROWS if _local.recorder is None else _local.recorder.part_of_rows, {NUM_ROWS: rows}, tasks)
 
 
@@ -101,8 +101,8 @@ def rows_are_now(part: str) -> None:
 
 
 def recorded_maker(x: Tensor, module: str) -> dict[int, int] | None:
-    """Return the own words, which may be changed, of the launch that was recorded last if x is its `result`, and it is
-    of this module."""
+    """Return the own words, which may be changed, of the last recorded launch; None unless x is its `result` and its
+    kernel is in this module."""
     recorder = _local.recorder
     if recorder is None or recorder.last_result is not x or recorder.launches[-1][0] != module:
         return None
@@ -110,7 +110,7 @@ def recorded_maker(x: Tensor, module: str) -> dict[int, int] | None:
 
 
 def launch(module: str, entry: str, part: Part, own: Words, result: Tensor | None = None) -> None:
-    """Run a kernel by its module and name, or record it; `recorded_maker` then knows it by its result, if given."""
+    """Run a kernel by its module and name, or record it; `recorded_maker` then finds it by its result, if given."""
     kernel = kernel_address(module, entry)
     if _local.recorder is not None:
         _local.recorder.launches.append((module, kernel, part.name, dict(own)))
@@ -132,10 +132,10 @@ class _Blocks:
 
 
 class Program:
-    """Recorded launches, run together any number of times; one run may be prepared while another is computed.
+    """Run recorded launches together, any number of times. A run may be prepared while another is computed.
 
     The team must be as large as the recording's, because each thread has its own scratch memory. A program keeps the
-    recording's buffers alive; the caller keeps the weights and inputs that launches point to.
+    recording's buffers alive; the caller must keep the weights and inputs that launches point to.
     """
 
     def __init__(self, recorded: Recorder) -> None:
@@ -156,21 +156,21 @@ class Program:
         self._kept = recorded.buffers
         self.threads = recorded.threads
         self._clock = np.zeros(1 + len(self._kinds), dtype=np.int64)
-        # The team that computes now, and when it began.
+        # The team that is computing, and when it began.
         self._team: Team | None = None
         self._begun_s = 0.0
         self._second = 0.0
-        # When the last run was complete, by `time.perf_counter`: `complete` may have come later.
+        # When the last run was complete, by `time.perf_counter`; `complete` may have been called later.
         self.ended_s = 0.0
 
     def run(self, parts: Mapping[str, Words]) -> None:
-        """Run all launches; `parts` has every part that they name."""
+        """Run all launches; `parts` must have every part that they name."""
         self.prepare(parts)
         self.begin()
         self.complete()
 
     def prepare(self, parts: Mapping[str, Words], count: int | None = None) -> None:
-        """Make everything ready for the next run, of the first `count` launches; None: of all."""
+        """Prepare the next run, of the first `count` launches; None: of all."""
         self._parts[:] = 0
         for name, i in self._names.items():
             row = self._parts[i]
@@ -182,7 +182,7 @@ class Program:
         words += self._own
 
     def begin(self) -> None:
-        """Let the other threads of the team begin with the run that was prepared; none may be computed now."""
+        """Let the other threads of the team begin the prepared run; no run may be in progress."""
         assert self._team is None, "the run before is not complete"
         self._clock[:] = 0
         items = self._spare[0].items[: self._count]
@@ -192,21 +192,21 @@ class Program:
         self._team.open(items.ctypes.data, len(items), self._clock.ctypes.data)
 
     def take_part(self, seconds: float) -> None:
-        """Compute with the others for about so long, at most until the run is complete."""
+        """Compute with the other threads for about `seconds`, at most until the run is complete."""
         ticks = int(seconds / self._second) if self._second else 0
         if self._team is not None and ticks > 0:
             self._team.take_part(ticks)
 
     def complete(self) -> None:
-        """Compute with the others until the run is complete; do nothing if none was begun."""
+        """Compute with the other threads until the run is complete; do nothing if none was begun."""
         team = self._team
         if team is not None:
-            # An interrupt may come here: then the run can still be completed.
+            # If an interrupt comes here, the run can still be completed later.
             team.complete()
             self._team = None
             team.give_back()
             ticks = max(1, int(self._clock[1:].sum()))
-            # It may have been complete for long, so the shortest second is the best known.
+            # The run may have ended long before this call, so the smallest measured value is the best estimate.
             second = (time.perf_counter() - self._begun_s) / ticks
             self._second = min(self._second or second, second)
             self.ended_s = self._begun_s + ticks * self._second

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in files beside the compiled kernels. Imports no torch."""
+"""Measurements of this machine, kept in files beside the compiled kernels. Imports no torch."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def kept(file: str) -> dict[str, Any]:
-    """Return what the machine's file says; nothing if there is none, or if it cannot be read."""
+    """Return the measured values of the machine's file, or {} if it does not exist or cannot be read."""
     directory = cache_directory()
     return {} if directory is None else _facts(directory / file)
 

@@ -1,11 +1,11 @@
-"""Team: the threads that compute kernels on the CPU together, beside a thread that may do something else meanwhile.
+"""Team: the threads that compute kernels on the CPU together, while the calling thread may do other work.
 
 A *region* is a list of launches that all threads of a team run in order, each launch together
-(`cpu_kernels.program`). The thread that opens a region takes part in it when it likes: it may leave after a launch and
-come back, while the others go on without it. Idle threads spin for a moment, since waking one takes longer than a small
-launch, and then sleep.
+(`cpu_kernels.program`). The thread that opens a region may take part in it: it may leave after a launch and come back,
+while the others continue. Idle threads spin for a moment, since waking one takes longer than a small launch, and then
+sleep.
 
-torch's OpenMP team cannot do this: it computes only as long as the thread that has started it waits.
+torch's OpenMP team cannot do this: it computes only while the thread that has started it waits.
 """
 
 import atexit
@@ -23,18 +23,18 @@ from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 Arguments = ctypes.Array[ctypes.c_int64]
 COUNTERS = 2
 """First words of a kernel's arguments: the next task, and the next thread's number, for its place in scratch memory.
-Tasks of unequal size balance, as every thread takes the next one when it has done its own."""
+Every thread takes the next task when it has finished one, which balances tasks of unequal size."""
 STATE, RELEASED, ITEMS, COUNT, BASE, CLOCK, LEFT, STOP, HELPERS, SLEEPERS = 0, 8, 16, 17, 18, 19, 20, 24, 25, 32
-"""Words of a team: the state of its region, the launches that were ever completed, the region's launches, their number,
-RELEASED at its beginning, and its clock, the launch after which the opener has left, whether the threads end, their
-number, and what each needs to sleep: whether it does, and its semaphore."""
+"""Words of a team: the state of its region; the number of launches completed so far; the region's launches, their
+number, the value of RELEASED at its beginning, and its clock; the launch after which the opener left; whether the
+threads must end; their number; for each thread, whether it sleeps, and its semaphore."""
 SLEEPER_WORDS = 8
 TEAM, NEW_ITEMS, NEW_COUNT, NEW_CLOCK, TICKS = range(COUNTERS, COUNTERS + 5)
-"""Places in the arguments of the kernel that opens a region and takes part in it."""
+"""Indices in the arguments of the kernel that opens a region and takes part in it."""
 NUMBER = TEAM + 1
-"""Place of a thread's number in the arguments of the kernel that all other threads run."""
+"""Index of a thread's number in the arguments of the kernel that all other threads run."""
 NEVER = 2**62
-"""Ticks after which a thread never leaves."""
+"""Number of ticks with which a thread never leaves a region early."""
 ITEM_WORDS = 3
 """Words of a launch of a region: kernel, block, kind."""
 _SEMAPHORE_BYTES = 64
@@ -52,10 +52,10 @@ def team_size() -> int:
 
 
 class Team:
-    """Hold a team of `threads`, the one that opens regions included.
+    """Hold a team of `threads`, including the thread that opens regions.
 
     Raises:
-        OSError: the system has no semaphores for threads of one process.
+        OSError: the system has no semaphores between threads of one process.
     """
 
     def __init__(self, threads: int) -> None:
@@ -64,7 +64,7 @@ class Team:
         self._semaphores = (ctypes.c_byte * (_SEMAPHORE_BYTES * threads))()
         self._compute, self._help = (_KERNEL(address_of("program", entry)) for entry in ("compute", "help"))
         self._block = arguments(self._words.ctypes.data, 0, 0, 0, 0)
-        # One launch by itself, and its clock.
+        # The words of a single launch, and its clock.
         self._item, self._clock = np.zeros(ITEM_WORDS, dtype=np.int64), np.zeros(2, dtype=np.int64)
         self._in_use = threading.Lock()
         self._helpers = [
@@ -98,7 +98,7 @@ class Team:
         return bool(self._words[STATE] > 1 << 32)
 
     def open(self, items: int, count: int, clock: int) -> None:
-        """Let the other threads begin with `count` launches.
+        """Let the other threads begin a region of `count` launches.
 
         Args:
             items: address of the launches, see `ITEM_WORDS`; they must be valid until `complete` has returned.
@@ -107,7 +107,7 @@ class Team:
         self._run(items, count, clock, 0)
 
     def take_part(self, ticks: int) -> None:
-        """Compute with the others until the region is complete, or leave it after so many ticks of the processor."""
+        """Compute with the others until the region is complete, or leave it after `ticks` of the processor."""
         self._run(0, 0, 0, max(1, ticks))
 
     def complete(self) -> None:
@@ -120,7 +120,7 @@ class Team:
         self._run(self._item.ctypes.data, 1, self._clock.ctypes.data, NEVER)
 
     def close(self) -> None:
-        """End the other threads when the region that may be open is complete. No other may be opened."""
+        """End the other threads once an open region is complete. No region may be opened afterwards."""
         while self._helpers and self.is_open:
             time.sleep(1e-3)
         self._words[STOP] = 1
@@ -139,14 +139,14 @@ class Team:
 
 
 class _Shared:
-    """Keep the one team of this process, as large as the last one that was asked for."""
+    """Keep the shared team of this process, of the size that was last requested."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._team: Team | None = None
 
     def take(self, threads: int) -> Team | None:
-        """Return the team for the calling thread, which gives it back; None if another thread uses it."""
+        """Return the team for the calling thread, which must give it back; None if another thread uses it."""
         with self._lock:
             team = self._team
             if team is not None and not team.take():
@@ -166,12 +166,12 @@ class _Shared:
                 self._team.close()
 
     def forget(self) -> None:
-        """Begin anew in a forked process, which has none of the threads."""
+        """Drop the team in a forked process, which does not have its threads."""
         self._lock, self._team = threading.Lock(), None
 
 
 class _Alone(threading.local):
-    """Keep a team of the calling thread alone."""
+    """Keep a team for the exclusive use of the calling thread."""
 
     team: Team | None = None
 
@@ -182,12 +182,12 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def take_team(threads: int) -> Team:
-    """Return a team of `threads` for the calling thread, which must give it back: the process's own, or one of the
-    calling thread alone if another thread uses that."""
+    """Return a team of `threads` for the calling thread, which must give it back: the process's shared team, or one for
+    this thread only if another thread uses that."""
     team = _shared.take(threads) if threads > 1 else None
     if team is None:
         team = _alone.team
-        # It may be taken by a pass that this thread has begun.
+        # A pass that this thread has begun may be using it.
         if team is None or not team.take():
             team = _alone.team = Team(1)
             team.take()
@@ -209,7 +209,7 @@ def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
 
 
 def _aligned(words: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Return zeros that begin with a cache line."""
+    """Return zeros that begin at a cache line."""
     held = np.zeros(words + 8, dtype=np.int64)
     first = -held.ctypes.data % 64 // 8
     return held[first : first + words]
