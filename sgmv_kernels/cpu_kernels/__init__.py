@@ -1,1 +1,1 @@
-"""Numba kernel bodies; imported only to compile."""
+"""Bodies of the Numba kernels, imported only to compile them."""

@@ -1,4 +1,4 @@
-"""Apply an adapter's gain and shift on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.affine`."""
+"""Gain and shift of an adapter on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.affine`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Compute paged attention on the CPU, one kernel for each KV format; over pages of floats in this file."""
+"""Paged attention on the CPU: one kernel for each KV format, and the steps over pages of floats."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,15 +27,15 @@ from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, i32, itemsize
 from sgmv_kernels.cpu_simd.vector_ir import LANES
 
 MOST_ROWS = 12 if LANES == 16 else 6
-"""Rows that are multiplied with two vectors at a time: 24 sums of 32 registers, or twelve of sixteen."""
+"""Rows that are multiplied by two vectors at a time: 24 sums in 32 registers, or twelve in sixteen."""
 
 
 def make_by_rows(most: int, product_of: Callable[[int], Intrinsic]) -> Any:
     """Return by_rows(rows, a, as_, matrix, c, cs, ahead, again, kind), which multiplies `rows` rows of a, as many at a
     time as a product takes.
 
-    `product_of(n)` returns the product of n rows: (a, as_, *matrix, c, cs, ahead, kind). The first prefetches what is
-    `ahead`, the others what is likely there already, `again`.
+    `product_of(n)` returns the product of n rows: (a, as_, *matrix, c, cs, ahead, kind). The first product prefetches
+    `ahead`; the others prefetch `again`, which is probably in the cache already.
     """
     product_most, product_6, product_3, product_2, product_1 = (product_of(n) for n in (most, 6, 3, 2, 1))
 
@@ -99,7 +99,7 @@ def make_float_steps(kind: Any) -> Steps:
         while j < count:
             keys, out = keys_of(args, head, ids, j), scores + 4 * (token - at + page * j)
             ahead = address_ahead(args, upcoming, j)
-            # Two pages at a time, where one is a vector.
+            # Two pages at a time, if a page is one vector.
             if page == LANES and j + 1 < count:
                 other = keys_of(args, head, ids, j + 1)
                 both = ahead, address_ahead(args, upcoming, j + 1)
@@ -124,7 +124,7 @@ def make_float_steps(kind: Any) -> Steps:
 
 
 STEPS = (*(make_float_steps(kind) for kind in (BF16, FP16, FP32)), INT8_STEPS, K8V4_STEPS)
-"""Of the formats of the entries below, in their order."""
+"""Kernels of the formats of the entries below, in the same order."""
 _bf16, _fp16, _fp32, _int8, _k8v4 = map(make_attention, STEPS)
 
 

@@ -1,6 +1,7 @@
-"""Compute paged attention on the CPU over pages of codes.
+"""Paged attention on the CPU over pages of codes.
 
-Queries are rotated as keys were, and rounded; so are the weights of a block, each times the scale of its value.
+Queries are rotated like the keys, and rounded. The weights of a block are multiplied by the scales of their values, and
+rounded, too.
 """
 
 from collections.abc import Callable
@@ -43,13 +44,12 @@ _round_query, _round_weights = make_rounding(True), make_rounding(False)
 
 
 class Values(NamedTuple):
-    """Hold what attention does in its own way over one kind of values; every function is a part of a kernel.
+    """Hold the functions of attention that depend on the kind of values; each is a part of a kernel.
 
-    So many codes share a byte (`in_a_byte`). `width(dim)` returns the fp32 numbers of a row of sums.
-    `fetch_scales(args, following, at)` prefetches the scales of the values that are read a block later than the page at
-    place `at` of this one. `weigh(args, weights, head, page)` multiplies the weights of the page at an offset with the
-    scales of its values, and returns what they add to every number of the sums. `finish(args, sums, factor, row, head)`
-    writes a head of the result.
+    `in_a_byte` codes share a byte. `width(dim)` returns the number of fp32 sums of a row. `fetch_scales(args,
+    following, at)` prefetches the scales of values that are read one block after page `at` of this block. `weigh(args,
+    weights, head, page)` multiplies the weights of the page at an offset by the scales of its values, and returns the
+    number that they add to every sum. `finish(args, sums, factor, row, head)` writes a head of the result.
     """
 
     in_a_byte: int
@@ -61,7 +61,7 @@ class Values(NamedTuple):
 
 @kernel_part
 def _unit(size, levels):  # type: ignore[no-untyped-def]
-    """Return (factor that makes whole numbers of numbers up to `size`, its inverse); NaN for the inverse of NaN."""
+    """Return (factor that maps numbers up to `size` to integers up to `levels`, its inverse, which is NaN for NaN)."""
     if size <= np.float32(LEAST):
         return np.float32(0), np.float32(0)
     if size != size:
@@ -73,7 +73,7 @@ def _make_by_rows(product_of: Callable[[int], Any]) -> Any:
     """Return by_rows(rows, a, as_, units, matrix, ahead, again, c, cs), which multiplies `rows` rows of a, as many at a
     time as a product takes: product_of(n)(a, as_, units, *matrix, ahead, c, cs).
 
-    The first product prefetches what is `ahead`, the others what is likely there already, `again`.
+    The first product prefetches `ahead`; the others prefetch `again`, which is probably in the cache already.
     """
     product_6, product_3, product_2, product_1 = (product_of(n) for n in (6, 3, 2, 1))
 
@@ -98,7 +98,7 @@ def _make_by_rows(product_of: Callable[[int], Any]) -> Any:
 
 
 def make_code_steps(values: Values) -> Steps:
-    """Return the steps over pages of codes with values of a kind."""
+    """Return the steps over pages of codes with this kind of values."""
     in_a_byte, width_of, fetch_scales, weigh_page, finish = values
     scores_of, sums_of = _make_by_rows(make_scores), _make_by_rows(partial(make_sums, in_a_byte=in_a_byte))
 
@@ -108,7 +108,7 @@ def make_code_steps(values: Values) -> Steps:
 
     @kernel_part
     def prepare(args, source, scale, units, room, queries):  # type: ignore[no-untyped-def]
-        """Rotate and round a query; its unit and the sum of its whole numbers are its units."""
+        """Rotate and round a query; its `units` are its unit and the sum of its integers."""
         dim, width = args[DIM], width_of(args[DIM])
         scaled(source, dim, scale, room)
         for d in range(dim, width):
@@ -134,7 +134,7 @@ def make_code_steps(values: Values) -> Steps:
 
     @kernel_part
     def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
-        """Round the weights of whole pages in their place, and add weight[i, j] * value j to sums[i]."""
+        """Round the weights of whole pages in place, and add weight[i, j] * value j to sums[i]."""
         page, width, stride = args[PAGE], width_of(args[DIM]), 4 * args[BLOCK]
         token = first // page * page
         ids, pages = pages_from(args, sequence, token)[0], (stop - token + page - 1) // page

@@ -1,5 +1,5 @@
-"""Compute paged attention on the CPU: the loop over blocks of keys that runs one thread's tasks of `cpu_ops.attention`,
-made of the steps that a KV format does in its own way.
+"""Paged attention on the CPU: the loop over blocks of keys that runs one thread's tasks of `cpu_ops.attention`, built
+from the steps of a KV format.
 """
 
 from typing import Any, NamedTuple
@@ -39,18 +39,18 @@ from sgmv_kernels.cpu_simd.memory_access import f32, i32, i64, put_f32, take_nex
 
 
 class Steps(NamedTuple):
-    """Hold what attention over one KV format does in its own way; every step is a part of a kernel.
+    """Hold the steps of attention that depend on the KV format; each is a part of a kernel.
 
-    `width(args)` returns the fp32 numbers of a row of queries, `sums_width(args)` those of a row of sums, as many at
-    least. `prepare(args, source, scale, units, room, queries)` makes a row of queries, whose sums are not needed yet,
-    of a head at `source`. `score(args, queries, units, scores, sequence, head, rows, at, first, stop, following)`
-    computes the scores of keys from `first` to `stop`, the block's first key being `at`; it may write those of the
-    other keys of their pages, which the loop masks. `collect(args, scores, units, sums, sequence, head, rows, at,
-    first, stop, following)` adds their values by weight. `finish(args, sums, factor, row, head)` writes a query head of
-    a row of the result.
+    `width(args)` returns the fp32 numbers of a row of queries, `sums_width(args)` those of a row of sums, which has at
+    least as many. `prepare(args, source, scale, units, room, queries)` makes a row of queries from a head at `source`;
+    it may use the memory of the row's sums (`room`). `score(args, queries, units, scores, sequence, head, rows, at,
+    first, stop, following)` computes the scores of keys `first` to `stop` of a block whose first key is `at`; it may
+    also write scores of the other keys of their pages, which the loop masks. `collect(args, scores, units, sums,
+    sequence, head, rows, at, first, stop, following)` adds the weighted values. `finish(args, sums, factor, row, head)`
+    writes a query head of a row of the result.
 
-    `following` says which pages are read a block later (`ahead_of`): each page of a block prefetches one of them, since
-    a page takes less time than memory, and a block takes more.
+    `following` says which pages are read one block later (`ahead_of`). Each page of a block prefetches one of them:
+    computing a page takes less time than a memory access, and computing a block takes more.
     """
 
     width: Any
@@ -63,7 +63,7 @@ class Steps(NamedTuple):
 
 @kernel_part
 def pages_from(args, sequence, token):  # type: ignore[no-untyped-def]
-    """Return the address of the ids of a sequence's pages from that of a token on, and how many these are."""
+    """Return the address of a sequence's page ids, starting at the page of a token, and their number."""
     first = token // args[PAGE]
     pages = (i32(args[LENS], sequence) + args[PAGE] - 1) // args[PAGE]
     return args[TABLES] + 4 * (sequence * args[TABLE_WIDTH] + first), pages - first
@@ -82,7 +82,7 @@ def _first_key(args, sequence, begin):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _pages_of(args, task, head):  # type: ignore[no-untyped-def]
-    """Return the address of the ids of a key head's pages from a task's first on, how many these are, and the head."""
+    """Return the address of a key head's page ids, starting at a task's first page, their number, and the head."""
     sequence, begin = i32(task, 0), i32(task, 3)
     ids, count = pages_from(args, sequence, _first_key(args, sequence, begin))
     return ids, count, head
@@ -90,11 +90,11 @@ def _pages_of(args, task, head):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _following(args, ids, count, head, done, behind):  # type: ignore[no-untyped-def]
-    """Return the pages that are read a block later than those from place `done` on, and those after them.
+    """Return the pages that are read one block after those from index `done` on, and the pages after them.
 
     Args:
-        ids, count, head: the pages that a task reads of a key head.
-        behind: those of the next head or task.
+        ids, count, head: the pages that a task reads for a key head.
+        behind: the pages of the next head or task.
     """
     later = done + min(args[BLOCK] // args[PAGE], count)
     then_ids, then_count, then_head = behind
@@ -106,14 +106,14 @@ def _following(args, ids, count, head, done, behind):  # type: ignore[no-untyped
 
 @kernel_part
 def ahead_of(following, base, head_bytes):  # type: ignore[no-untyped-def]
-    """Return what to prefetch (`PAGES_AHEAD`) of pages in which a head has `head_bytes`, the first one's at `base`."""
+    """Return what to prefetch (`PAGES_AHEAD`) of pages in which a head has `head_bytes`; page 0's are at `base`."""
     ids, count, head, then_ids, then_count, then_head = following
     return ids, count, base + head * head_bytes, then_ids, then_count, base + then_head * head_bytes
 
 
 @kernel_part
 def address_ahead(args, ahead, at):  # type: ignore[no-untyped-def]
-    """Return the address to prefetch while the page at place `at` of a block is read."""
+    """Return the address to prefetch while page `at` of a block is read."""
     ids, count, base, then_ids, then_count, then_base = ahead
     if at < count:
         return base + i32(ids, at) * args[PAGE_BYTES]
@@ -128,7 +128,7 @@ def make_attention(steps: Steps) -> Any:
     def attend(args, scale, softcap, scratch, sequence, head, begin, end, behind):  # type: ignore[no-untyped-def]
         """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head.
 
-        `behind` are the pages that the thread is likely to read next (`_pages_of`).
+        `behind` are the pages that the thread will probably read next (`_pages_of`).
         """
         dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
         width, sums_width = width_of(args), sums_width_of(args)
@@ -159,8 +159,8 @@ def make_attention(steps: Steps) -> Any:
             stop = min(at + block, last)
             following = _following(args, ids, count, head, max(at, first) // page - first // page, behind)
             score(args, queries, units, scores, sequence, head, rows, at, max(at, first), stop, following)
-            # Scores beyond the end of the block count as masked, so that the order of a sum does not depend on the end;
-            # so do those of the rest of the last page.
+            # Scores beyond the end of the block, and of the rest of the last page, count as masked, so that the order
+            # of a sum does not depend on the end.
             padded = min(block, max((stop - at + 31) // 32 * 32, (stop - at + page - 1) // page * page))
             if at + padded > min(tree, offset + begin + 1) or args[WINDOW] or softcap != 0 or args[SLOPES]:
                 for i in range(rows):
@@ -186,7 +186,7 @@ def make_attention(steps: Steps) -> Any:
             if task >= args[NUM_TASKS]:
                 return
             at = args[TASKS] + task * (4 * TASK_INTS)
-            # Meanwhile the other threads take the tasks between.
+            # The other threads will take the tasks in between.
             next_at = args[TASKS] + min(task + args[THREADS], args[NUM_TASKS] - 1) * (4 * TASK_INTS)
             last_head = i32(at, 2) - 1
             for head in range(i32(at, 1), last_head + 1):
@@ -200,9 +200,9 @@ def make_attention(steps: Steps) -> Any:
 
 @kernel_part
 def _mask(args, scores, padded, row, slot, tree, at, stop, softcap, slope):  # type: ignore[no-untyped-def]
-    """Cap and slope one row's scores, and replace those of keys that it does not see by -inf.
+    """Apply softcap and slope to one row's scores, and replace the scores of keys that it does not see by -inf.
 
-    The row's own key is in `slot`, the first of its draft tree in `tree`.
+    The row's own key is in `slot`, the first key of its draft tree in `tree`.
     """
     position = i32(args[POSITIONS], row) if slot >= tree else slot
     low = max(0, min(position - args[WINDOW] + 1, tree) - at) if args[WINDOW] else np.int64(0)
@@ -239,15 +239,17 @@ def _soften(scores, stride, n, sums, width, maxima, totals, factors, rows):  # t
 
 @kernel_part
 def _reference(maximum):  # type: ignore[no-untyped-def]
-    """Return what is subtracted from scores: 0 where all are -inf, or NaN, which the maximum ignores."""
+    """Return the number to subtract from scores: the maximum, or 0 if it is -inf (all scores are -inf, or NaN, which
+    the maximum ignores)."""
     return maximum if maximum != np.float32(-np.inf) else np.float32(0)
 
 
 @kernel_part
 def _lean(scores, slope, word, tree, low, high, distance):  # type: ignore[no-untyped-def]
-    """Add ALiBi's bias to the scores from `low` to `high`; the first is of a key `distance` after the row, mostly < 0.
+    """Add ALiBi's bias to the scores from `low` to `high`. The first key is `distance` positions after the row (usually
+    negative).
 
-    From `tree` on, the bias is for ancestors, whose position is their place among the ancestors.
+    From `tree` on, the bias is that of ancestors, whose position is their rank among the ancestors.
     """
     if min(high, tree) > low:
         sloped(scores + 4 * low, min(high, tree) - low, slope, distance + low)
@@ -260,7 +262,7 @@ def _lean(scores, slope, word, tree, low, high, distance):  # type: ignore[no-un
 
 @kernel_part
 def _hide_others(scores, word, tree, high, outside):  # type: ignore[no-untyped-def]
-    """Mask the scores from `tree`, where the draft tree begins, to `high` that are no ancestors of a row in its window.
+    """Mask the scores from `tree`, where the draft tree begins, to `high`, except a row's ancestors in its window.
 
     The first `outside` ancestors are before the window.
     """

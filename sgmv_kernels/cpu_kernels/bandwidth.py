@@ -1,4 +1,4 @@
-"""Measure read bandwidth with a Numba kernel, as the reference of `make bench-kernels`."""
+"""Numba kernel that measures read bandwidth, the reference of `make bench-kernels`."""
 
 from typing import Any
 
@@ -23,6 +23,6 @@ def _chunks(args):  # type: ignore[no-untyped-def]
         if chunk >= args[NUM_CHUNKS]:
             return
         total = read_all(args[BUFFER] + chunk * args[CHUNK_BYTES], args[CHUNK_BYTES])
-        # Keeps the compiler from removing the sum.
+        # Uses the sum, so that the compiler does not remove it.
         if total == 1:
             args[SINK] = total

@@ -1,5 +1,4 @@
-"""Find the largest of many numbers on the CPU: the Numba kernel of `cpu_ops.likeliest`, and what it shares with the
-linears."""
+"""Largest of many numbers on the CPU: the Numba kernel of `cpu_ops.likeliest`, and a function that linears also use."""
 
 from typing import Any
 
@@ -15,12 +14,12 @@ from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, put_i64, take_next
 
 _BLOCK = 1024
-"""Numbers among which the place of the largest is looked for."""
+"""Numbers that are searched at a time for the index of the largest."""
 
 
 @kernel_part
 def find_peak(x, width):  # type: ignore[no-untyped-def]
-    """Return the largest of the numbers at x, and the place of the first one; NaN and `NO_TOKEN` if one is NaN or
+    """Return the largest of the numbers at x and its index (the first of equals); NaN and `NO_TOKEN` if one is NaN or
     infinite."""
     best, at = np.float32(-np.inf), np.int64(0)
     for first in range(0, width, _BLOCK):
@@ -54,7 +53,7 @@ def _work(args):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _highest(peaks, count, stride):  # type: ignore[no-untyped-def]
-    """Return the place of the largest of `count` peaks, the first of equals."""
+    """Return the index of the largest of `count` peaks, the first of equals."""
     best, at = np.float32(-np.inf), np.int64(0)
     for i in range(count):
         peak = f32(peaks + i * stride, 0)

@@ -1,4 +1,4 @@
-"""Compute quantized linears on the CPU: the Numba kernels that run one thread's tasks of `cpu_ops.linear`."""
+"""Quantized linears on the CPU: the Numba kernels that run one thread's tasks of `cpu_ops.linear`."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
 from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
 
 ROWS = 4 if VECTORS == 2 else MOST_ROWS
-"""Rows whose whole sums are kept in registers at a time: eight registers of sixteen, or sixteen of 32."""
+"""Rows whose integer sums are kept in registers at a time: eight of sixteen registers, or sixteen of 32."""
 _WIDTH = 4 * TILE * TILES_AT_ONCE
 """Bytes of a row's sums."""
 
@@ -108,7 +108,7 @@ def unpack_table(source, group, table, out):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def find_peaks(args, first, end):  # type: ignore[no-untyped-def]
-    """Note the largest of each row's outputs that the tiles from `first` to `end` have made."""
+    """Record the largest of each row's outputs from the tiles `first` to `end`."""
     rows, start = args[NUM_ROWS], TILE * first
     width, peaks = min(TILE * end, args[OUT]) - start, args[PEAKS] + first // args[TASK_TILES] * rows * PEAK_BYTES
     for row in range(rows):
@@ -122,7 +122,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
 
     Args:
         kind: how the codes are multiplied: see `quant_matmul.CODES`.
-        unpack: (source, group, table, out) makes such codes of a group's stored ones; None: they are stored so.
+        unpack: (source, group, table, out) converts a group's stored codes to such codes; None: they are stored so.
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
@@ -131,7 +131,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
 
     @kernel_part
     def begin(args, tile, start):  # type: ignore[no-untyped-def]
-        """Write what every row's sums start with: the bias, or zeros."""
+        """Write the initial values of every row's sums: the bias, or zeros."""
         for i in range(TILES_AT_ONCE):
             bias = args[BIAS] + 4 * TILE * (tile + i) if args[BIAS] and tile + i < args[TILES] else np.int64(0)
             begin_tile(bias, start + i * 4 * TILE)
@@ -149,9 +149,9 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     def multiply(  # type: ignore[no-untyped-def]
         args, row, data, following, soon, first, groups, stored, kept, start, start_bytes, out, out_bytes
     ):
-        """Write the products of the rows from `row` on with groups of the tiles, from the group `first` on, added to
-        what lies at `start`, to `out`, and prefetch at least as many bytes at `soon`, whole lines for every block; if
-        that is `data`, nothing that is not here already. `kept`: scratch memory, by two addresses.
+        """Add the products of the rows from `row` on with the tiles' groups from `first` on to the numbers at `start`,
+        and write the sums to `out`. Prefetch at least as many bytes at `soon`, whole lines for every block; if `soon`
+        is `data`, this has no effect. `kept` is scratch memory, given by two addresses.
         """
         group, lines, table, rows = args[GROUP], args[LINES], args[TABLE], args[NUM_ROWS]
         blocks, before = groups * group // CODE_BLOCK, first * group // CODE_BLOCK
@@ -225,11 +225,11 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
         tiles, task_tiles = args[TILES], args[TASK_TILES]
         task = take_next(args.ctypes.data) * task_tiles
         while task < tiles:
-            # Taken early, so that it is prefetched here and not by another thread.
+            # The next task is taken early, so that this thread prefetches its data and also computes it.
             upcoming = take_next(args.ctypes.data) * task_tiles if args[EARLY] else tiles
             end_of_task = min(task + task_tiles, tiles)
             for tile in range(task, end_of_task, TILES_AT_ONCE):
-                # Past the last tile, the last one is multiplied again, and not copied.
+                # If there is no second tile, the last one is multiplied again, and its result is not copied.
                 following = tile_bytes if tile + 1 < tiles else np.int64(0)
                 data = args[DATA] + tile * tile_bytes
                 coming = tile + TILES_AT_ONCE if tile + TILES_AT_ONCE < end_of_task else upcoming
@@ -239,7 +239,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
                 out = args[Y] + 4 * TILE * tile if is_whole else at_edge
                 sums = start, np.int64(0), out, 4 * args[Y_WIDTH] if is_whole else np.int64(_WIDTH)
                 if in_amx < args[NUM_ROWS]:
-                    # Before those in AMX, whose unpacked codes and sums displace the tiles in the first cache.
+                    # Before the rows for AMX, whose unpacked codes and sums evict the tiles from the L1 cache.
                     if is_stored:
                         multiply(args, in_amx, data, following, soon, 0, args[GROUPS], args[CODE_BYTES], kept, *sums)
                     else:

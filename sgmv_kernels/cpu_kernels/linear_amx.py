@@ -1,4 +1,4 @@
-"""Compute quantized linears on the CPU in AMX registers: the part of a thread's tasks that `linear` gives them."""
+"""Quantized linears on the CPU in AMX registers, for the rows of a thread's tasks that `linear` computes there."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from sgmv_kernels.cpu_simd.quant_matmul import LINE, TILES_AT_ONCE
 from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, TILE
 
 AMX_CHUNK = 192
-"""Inputs that are unpacked and multiplied together, or one group of more: their whole sums stay in the first cache."""
+"""Inputs that are unpacked and multiplied together (a larger group alone): their integer sums stay in the L1 cache."""
 
 
 @kernel_part
@@ -32,16 +32,16 @@ def _nothing(*args):  # type: ignore[no-untyped-def]
 
 def make_amx(kind: str, unpack: Any = None) -> Any:
     """Return multiply(args, rows, data, next, soon, scratch, sums, start, start_bytes, between, out, out_bytes) for
-    one format; it does nothing where the processor has no AMX.
+    one format; it does nothing if the processor has no AMX.
 
-    `rows`: how many are multiplied, a multiple of `AMX_ROWS`. `sums`: scratch memory of this thread for whole sums,
-    `BLOCK_SUMS` bytes for each block of `CHUNK` inputs. `between`: where the rows' sums lie from chunk to chunk, one
-    row after another: rows of the result may be so far apart that all fall into the same few places of the first cache.
-    `configure_amx` has prepared the thread's registers.
+    `rows`: the number of rows, a multiple of `AMX_ROWS`. `sums`: scratch memory of this thread for integer sums,
+    `BLOCK_SUMS` bytes for each block of `CHUNK` inputs. `between`: memory for the rows' sums between chunks, one row
+    after another. (Rows of the result may be so far apart that all map to the same few sets of the L1 cache.)
+    `configure_amx` must have prepared the thread's registers.
 
     Args:
-        kind: as of `linear.make_linear`.
-        unpack: likewise; None: `amx_matmul.make_unpack` knows how the codes are stored.
+        kind: as in `linear.make_linear`.
+        unpack: as in `linear.make_linear`; None: `amx_matmul.make_unpack` unpacks the stored codes.
     """
     if not HAS_AMX:
         return _nothing
@@ -51,7 +51,7 @@ def make_amx(kind: str, unpack: Any = None) -> Any:
     @kernel_part
     def multiply(args, rows, data, following, soon, scratch, sums, start, start_bytes, between, out, out_bytes):  # type: ignore[no-untyped-def]
         """Write the products with all groups of the tiles, and prefetch at least as many bytes at `soon`, whole lines
-        for every block; if that is `data`, nothing that is not here already.
+        for every block; if `soon` is `data`, this has no effect.
         """
         group, stored, blocks = args[GROUP], args[CODE_BYTES], args[GROUP] // CODE_BLOCK
         group_bytes, step = stored + factor_bytes, max(1, AMX_CHUNK // group)

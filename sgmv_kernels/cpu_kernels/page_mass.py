@@ -1,4 +1,4 @@
-"""Add up the attention that pages get on the CPU: `attention_loop` with the weights of each page in place of values."""
+"""Sums of the attention to each page on the CPU: `attention_loop`, with the weights of each page instead of values."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from sgmv_kernels.cpu_simd.memory_access import f32, i32, put_f32
 
 
 def make_mass_steps(steps: Steps) -> Steps:
-    """Return the steps that score as `steps`, and whose sums are the weights of each page."""
+    """Return steps that compute scores as `steps` does, and whose sums are the weights of each page."""
     width_of = steps.width
 
     @kernel_part
@@ -24,7 +24,7 @@ def make_mass_steps(steps: Steps) -> Steps:
 
     @kernel_part
     def collect(args, weights, units, sums, sequence, head, rows, at, first, stop, following):  # type: ignore[no-untyped-def]
-        """Add up the weights of whole pages; those behind `stop` are 0."""
+        """Sum the weights of whole pages; weights from `stop` on are 0."""
         page, width = args[PAGE], sums_width(args)
         for i in range(rows):
             own = weights + 4 * args[BLOCK] * i
@@ -33,7 +33,7 @@ def make_mass_steps(steps: Steps) -> Steps:
 
     @kernel_part
     def finish(args, sums, factor, row, head):  # type: ignore[no-untyped-def]
-        """Add the pages of a row to those of its key head."""
+        """Add a row's sums of pages to those of its key head."""
         pages, kv_head = args[TABLE_WIDTH], head // (args[HEADS] // args[KV_HEADS])
         out = args[OUT] + 4 * pages * (kv_head * args[NUM_OBSERVED] + i32(args[OBSERVED], row))
         for page in range(pages):

@@ -1,9 +1,9 @@
-"""Run regions of launches on the CPU: the Numba kernels by which all threads of a `cpu_runtime.team.Team` run every
+"""Regions of launches on the CPU: the Numba kernels with which all threads of a `cpu_runtime.team.Team` run every
 launch and wait for each other after it.
 
-A thread that comes late joins at the launch that is running, and no launch waits for it before: another process or the
-event loop may have its processor for milliseconds. The thread that has opened a region may leave after a launch and
-come back later.
+A thread that arrives late joins at the current launch, and no launch waits for it before that: another process or the
+event loop may have its processor for milliseconds. The thread that opened a region may leave after a launch and come
+back later.
 """
 
 from typing import Any
@@ -40,10 +40,10 @@ from sgmv_kernels.cpu_simd.memory_access import i64
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
 ARRIVED, JOINED, LAUNCH, OPEN = 1, 1 << 16, 1 << 32, 1 << 62
-"""Units of a state's fields, which count threads that have ended the launch, threads that take part, and launches; and
-what is added while a region is open."""
+"""Units of the fields of a state, which count threads that have ended the launch, threads that take part, and launches;
+OPEN is added while a region is open."""
 SPINS = 20_000
-"""Polls before a thread that waits yields its processor, or one without work sleeps, about 100 microseconds."""
+"""Polls, about 100 microseconds, before a waiting thread yields its processor, or one without work sleeps."""
 _BYTE = ir.IntType(8).as_pointer()
 
 
@@ -82,7 +82,7 @@ def store_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Add to an int64 that threads share, and return what it was."""
+    """Add to an int64 that threads share, and return its old value."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
@@ -92,8 +92,8 @@ def add_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def swap_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Store an int64 that threads share, and return what it was; all threads see such stores, and what each has loaded
-    behind its own, in one order."""
+    """Store an int64 that threads share, and return its old value. All threads see such stores, and the loads after
+    them, in the same order."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.atomic_rmw("xchg", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -103,7 +103,7 @@ def swap_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def replace_shared(typingctx, address, old, new):  # type: ignore[no-untyped-def]
-    """Replace an int64 that threads share, if it is `old`; return whether it was."""
+    """Replace an int64 that threads share if it is `old`; return whether it was replaced."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         place = b.inttoptr(args[0], I64.as_pointer())
@@ -167,7 +167,7 @@ def _compute(args):  # type: ignore[no-untyped-def]
     if args[NEW_ITEMS]:
         _open(team, args[NEW_ITEMS], args[NEW_COUNT], args[NEW_CLOCK])
     if num_ticks:
-        # It may not run a launch twice: each thread has one place in its scratch memory.
+        # A thread must not run a launch twice: it has only one part of the launch's scratch memory.
         _wait_for(team, load_shared(team + 8 * LEFT))
         _take_part(team, ticks() + num_ticks)
     if num_ticks == NEVER:
@@ -187,12 +187,12 @@ def _open(team, items, count, clock):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _take_part(team, until):  # type: ignore[no-untyped-def]
-    """Run launches with the others until the region is complete, or leave after the first that ends at `until`."""
+    """Run launches with the others until the region is complete, or leave after the first that ends after `until`."""
     state = team + 8 * STATE
     now = add_shared(state, JOINED)
     if now < OPEN:
         return
-    # They change only when every thread that has joined has done its part.
+    # These words change only after every thread that joined has finished its part.
     items, count = load_shared(team + 8 * ITEMS), load_shared(team + 8 * COUNT)
     base, clock = load_shared(team + 8 * BASE), load_shared(team + 8 * CLOCK)
     item, leaves = (now - OPEN) // LAUNCH, False
@@ -206,10 +206,10 @@ def _take_part(team, until):  # type: ignore[no-untyped-def]
         now = add_shared(state, change) + change
         joined = now % LAUNCH // JOINED
         then = OPEN + item * LAUNCH + joined * JOINED if item < count else 0
-        # A thread that has joined meanwhile ends the launch instead.
+        # If a thread has joined meanwhile, that thread ends the launch.
         if now % JOINED == joined and replace_shared(state, now, then):
             _count_ticks(clock, i64(items, ITEM_WORDS * (item - 1) + 2))
-            # Added, as threads that have joined since may be further: one that ends a launch and leaves does not wait.
+            # Add instead of storing: this thread may be delayed here while others have already ended later launches.
             add_shared(team + 8 * RELEASED, 1)
         elif not leaves:
             _wait_for(team, base + item)
@@ -217,7 +217,7 @@ def _take_part(team, until):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _wait_for(team, launch):  # type: ignore[no-untyped-def]
-    """Wait until so many launches of the team are complete."""
+    """Wait until the team has completed `launch` launches."""
     spins = 0
     while load_shared(team + 8 * RELEASED) < launch:
         spins += 1
@@ -227,8 +227,8 @@ def _wait_for(team, launch):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _count_ticks(clock, kind):  # type: ignore[no-untyped-def]
-    """Add the ticks since the end of the launch before to those of a kind: the first word of a clock is that end, each
-    further one the ticks of a kind. Only the thread that ends a launch does."""
+    """Add the ticks since the end of the previous launch to those of a kind. The first word of a clock is that end;
+    each further word has the ticks of a kind. Only the thread that ends a launch calls this."""
     now, spent = ticks(), clock + 8 * (1 + kind)
     store_shared(spent, load_shared(spent) + now - load_shared(clock))
     store_shared(clock, now)
@@ -264,7 +264,7 @@ def _sleep(team, sleeper):  # type: ignore[no-untyped-def]
     """Sleep until a region is opened or the team closed."""
     swap_shared(sleeper, 1)
     has_work = load_shared(team + 8 * STATE) >= OPEN or load_shared(team + 8 * STOP) != 0
-    # Who wakes this thread has taken the mark.
+    # If the mark is gone, a thread has taken it to wake this one.
     if not has_work or not swap_shared(sleeper, 0):
         while wait(load_shared(sleeper + 8)):
             pass

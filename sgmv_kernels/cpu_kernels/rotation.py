@@ -1,4 +1,4 @@
-"""Rotate heads by Hadamard matrices on the CPU, for the kernels that write and read pages of codes."""
+"""Rotation of heads by Hadamard matrices on the CPU, for the kernels that write and read pages of codes."""
 
 import numpy as np
 
@@ -18,13 +18,13 @@ def code_dim(dim):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def pair_dim(dim):  # type: ignore[no-untyped-def]
-    """Return the bytes of a head in codes of 4 bits; see `kv_format.padded_pairs`."""
+    """Return the bytes of a head in 4-bit codes; see `kv_format.padded_pairs`."""
     return (dim + 2 * CODES_STEP - 1) // (2 * CODES_STEP) * CODES_STEP
 
 
 @kernel_part
 def rotate(x, n, dim):  # type: ignore[no-untyped-def]
-    """Rotate n numbers, a head of `dim` and zeros, in blocks of the largest power of two that divides `dim`."""
+    """Rotate n numbers, a head of `dim` padded with zeros, in blocks of the largest power of two that divides `dim`."""
     block, half = dim & -dim, np.int64(1)
     if n % LANES == 0:
         mix_lanes(x, n, block)

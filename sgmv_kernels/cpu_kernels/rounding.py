@@ -1,4 +1,4 @@
-"""Round rows for quantized linears on the CPU: the part that their own kernel and the kernels that make rows share."""
+"""Rounding of rows for quantized linears on the CPU, shared by the rounding kernel and the kernels that make rows."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
 
 @kernel_part
 def place_of(start, row, row_bytes, place_bytes):  # type: ignore[no-untyped-def]
-    """Return where a row's codes, or units, begin: those of a group of rows lie at `start`, `row_bytes` for each, and
-    those of a block lie `place_bytes` apart.
+    """Return where a row's codes, or units, begin. Groups of rows begin at `start`, with `row_bytes` for each row;
+    within a block, rows are `place_bytes` apart.
     """
     inside = row % ROW_GROUP
     return start + (row - inside) * row_bytes + inside * place_bytes
 
 
 def make_round_blocks(is_ordered: bool) -> Any:
-    """Return round_blocks(x, row_bytes, rows, order, codes, units, first, last): round blocks `first` to `last` of
-    `ROUND_ROWS` rows, as they are or in the order of the inputs at `order`.
+    """Return round_blocks(x, row_bytes, rows, order, codes, units, first, last), which rounds blocks `first` to `last`
+    of `ROUND_ROWS` rows, as they are or in the order of the inputs at `order`.
 
-    `x`: the first row, `row_bytes` before the next; `rows`: how many there are from it on. `codes`, `units`: its place
-    in `cpu_ops.linear.RoundedRows`.
+    `x`: the first row, `row_bytes` before the next; `rows`: number of rows from it on. `codes`, `units`: the first
+    row's place in `cpu_ops.linear.RoundedRows`.
     """
     round_block = make_rounding(is_ordered)
 

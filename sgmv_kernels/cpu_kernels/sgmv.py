@@ -1,7 +1,7 @@
-"""Compute SGMV on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.sgmv`.
+"""SGMV on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.sgmv`.
 
-Weights of single rows are read front to back in one stream, A for dot products and B for scaled rows that are added up,
-with a prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at a time (docs/benchmarks/kernels.md#sgmv).
+For single rows, weights are read front to back in one stream with prefetching: rows of A for dot products, rows of B to
+be scaled and summed. This reaches 25 GB/s, tiles over sixteen rows at a time 19 (docs/benchmarks/kernels.md#sgmv).
 """
 
 from typing import Any
@@ -42,12 +42,13 @@ from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 FETCH_BYTES = 4096
-"""Bytes that a matrix is prefetched ahead of the read position: bf16 needs 1,024, int8 a fifth less time with 4,096."""
+"""Bytes that a matrix is prefetched ahead of the read position. 1,024 are enough for bf16; int8 takes a fifth less time
+with 4,096."""
 _PANEL = ALIGNMENT_BYTES
 ROW_AHEAD = 256
-"""Bytes that a row of B is prefetched ahead where several rows of y read all of B's rows, a piece of each at a time."""
+"""Bytes that a row of B is prefetched ahead if several rows of y read all of B's rows, a piece of each at a time."""
 RANKS = LANES // 8
-"""Rank rows that are multiplied with three rows at a time, by as many sums as there are registers for."""
+"""Rank rows that are multiplied by three rows at a time: as many as there are registers for sums."""
 _dot_1, _dot_2, _dot_3 = (make_dot(rows, fetch=True) for rows in (1, 2, 3))
 _dot_tile = make_dot(3, RANKS)
 _mul_2, _mul_3 = (make_mul(rows, 2, add=True, row_ahead=ROW_AHEAD) for rows in (2, 3))
@@ -101,7 +102,7 @@ def _run(args, kind, phases, record, factor, begin, end, first_slice, last_slice
 
 @kernel_part
 def _rank_before(record, slice_):  # type: ignore[no-untyped-def]
-    """Return the rank rows of the slices before one."""
+    """Return the number of rank rows of the slices before this one."""
     total = np.int64(0)
     for s in range(slice_):
         total += i32(record, 1 + s)
@@ -139,7 +140,7 @@ def _address(args, panel):  # type: ignore[no-untyped-def]
 
 @kernel_part
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
-    """Return the number of consecutive rows from a place on that form a tile: 3, 2 or 1."""
+    """Return the number of consecutive rows, from this place on, that form a tile: 3, 2 or 1."""
     row, rows = i32(permutation, place), np.int64(1)
     while rows < 3 and place + rows < end and i32(permutation, place + rows) == row + rows:
         rows += 1
@@ -197,7 +198,7 @@ def _scale(args, record, factor, begin, end, first, last):  # type: ignore[no-un
 
 @kernel_part
 def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
-    """Add v B of one slice to y, for neighbouring rows, three or two at a time: a loaded weight serves all of them."""
+    """Add v B of one slice to y, for neighbouring rows, three or two at a time: a loaded weight is used for all."""
     permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
     width, rank = args[WIDTHS + slice_], _rank_before(record, slice_)
     row_bytes, panel, last = width * itemsize(kind), _first_b(record, slice_), rank + i32(record, 1 + slice_)

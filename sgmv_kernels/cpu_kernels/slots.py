@@ -1,4 +1,4 @@
-"""Copy single keys and values inside the pool on the CPU: the Numba kernel that runs one thread's layers of
+"""Copies of single keys and values inside the pool on the CPU: the Numba kernel that runs one thread's layers of
 `cpu_ops.slots`.
 """
 
@@ -35,7 +35,7 @@ def copy(raw: Any) -> None:
 
 @kernel_part
 def _work(args, kind):  # type: ignore[no-untyped-def]
-    """Take layers until none is left, and do all moves in each, in order, unit by unit; `kind` is as large as one."""
+    """Take layers until none is left, and do all moves in each, in order, unit by unit; `kind` has the unit's size."""
     units = args[UNITS]
     while True:
         layer = take_next(args.ctypes.data)

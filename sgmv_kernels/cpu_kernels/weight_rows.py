@@ -1,4 +1,4 @@
-"""Look up rows of packed codes on the CPU: the Numba kernel that runs one thread's rows of `cpu_ops.weight_rows`.
+"""Lookup of rows of packed codes on the CPU: the Numba kernel that runs one thread's rows of `cpu_ops.weight_rows`.
 
 A row is spread over its tile, four bytes of every line (`cpu_ops.weight_packing`), so it is read number by number.
 """
@@ -35,7 +35,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 _QUAD, _LINE = 4, 4 * TILE
 _HALF = CODE_BLOCK // 2
 _SEVENS = 8
-"""Of 64 codes of 11 levels, each code of the first eight lines shares seven bits with one of the last eight lines."""
+"""Half of the 16 lines of 64 codes of 11 levels: a code of the first half shares seven bits with one of the second."""
 
 
 def rows(raw: Any) -> None:
@@ -81,7 +81,7 @@ def _code(lines, levels, h):  # type: ignore[no-untyped-def]
     if levels == INT8_LEVELS:
         return _signed(byte(lines, line * _LINE + inside))
     if levels == INT4_LEVELS:
-        # The lines of a block's second half share the bytes of its first.
+        # The lines of a block's second half share the bytes of its first half.
         block, at = h // CODE_BLOCK, h % _HALF // _QUAD
         both = byte(lines, (block * (_HALF // _QUAD) + at) * _LINE + inside)
         return both >> 4 if h % CODE_BLOCK >= _HALF else both & 15
