@@ -1,4 +1,4 @@
-"""Launch the gain and shift of adapters on the CPU. A task is a row whose adapter has vectors."""
+"""CPU launcher of the gain and shift of adapters. A task is a row whose adapter has vectors."""
 
 import numpy as np
 from torch import Tensor
@@ -10,13 +10,13 @@ from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
 MODULE = "affine"
 NUM_TASKS, TASKS, VECTORS, PLACE_BYTES, Y, WIDTH, SLAB, PLACE = range(2, 10)
-"""Places in the kernel's arguments, after the counters. PLACE counts the (layer, place)s before this one."""
+"""Indices in the kernel's arguments, after the counters. PLACE: number of (layer, place) pairs before this one."""
 NUM_ARGS = PLACE + 1
 TASK_INTS = 3
 
 
 def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:
-    """Return what a step gives every launch, and the arrays that it points to."""
+    """Return the part that a step gives every launch, and the arrays that it points to."""
     tasks, vectors = tables.vector_rows(), np.ascontiguousarray(tables.vectors)
     words = {
         NUM_TASKS: len(tasks),

@@ -1,8 +1,8 @@
-"""Launch paged attention on the CPU, with an online softmax over pages that are read in place.
+"""CPU launcher of paged attention, with an online softmax over pages that are read in place.
 
 A task is a block of query rows of one sequence and some of its key heads. The rows of all query heads that share a key
-head are computed together, so that a loaded key or value serves all of them. Blocks of keys begin at multiples of
-`BLOCK_TOKENS`, so that a row's sums do not depend on the rows of its task.
+head are computed together, so that a loaded key or value is used for all of them. Blocks of keys begin at multiples of
+`BLOCK_TOKENS`, so that a row's sums do not depend on the other rows of its task.
 """
 
 from dataclasses import dataclass, replace
@@ -21,18 +21,19 @@ from sgmv_kernels.metadata.segments import Int32
 
 MODULE, PART = "attention", "attention"
 BLOCK_TOKENS = 128
-"""Keys of one round of the online softmax; sums are rescaled once a block."""
+"""Keys of one round of the online softmax; sums are rescaled once per block."""
 TASK_ROWS = 24
-"""Rows of a task, query rows times query heads of a key head, few enough that their sums stay in the L1 cache."""
+"""Rows of a task (query rows times query heads of a key head), few enough that their sums stay in the L1 cache."""
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
 SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA, SLOPES, THREADS = range(23, 32)
-"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and positions
-are 0 without draft trees, scales for pages of floats, minima for those without, SLOPES without ALiBi."""
+"""Indices in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and
+positions are 0 without draft trees, scales with pages of floats, minima with formats without minima, SLOPES without
+ALiBi."""
 NUM_ARGS = THREADS + 1
 ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
-"""KV formats that the kernel reads, and its entry for each."""
+"""KV formats that the kernels read, and the entry for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class CpuSequences:
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
-    """Compute the query lengths; tasks depend on the heads and are made at the first layer."""
+    """Return the sequences of a step; their tasks depend on the heads and are made at the first layer."""
     del device
     return CpuSequences(plan.query_starts[1:] - plan.query_starts[:-1], {}, [])
 
@@ -75,7 +76,7 @@ def attention_cpu(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring)
 
 
 def sequences_part(plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
-    """Return the launch arguments that a step gives the attention of a model with these heads."""
+    """Return a step's launch arguments for the attention of a model with these heads."""
     sequences: CpuSequences = plan.prepared
     shape = heads, kv_heads, dim
     if shape not in sequences.parts:
@@ -98,7 +99,7 @@ def tasks_part(
 
     Args:
         shape: heads, key heads, head dim.
-        least_width: least numbers of a row of sums.
+        least_width: least width of a row of sums.
     """
     heads, kv_heads, dim = shape
     group, threads = heads // kv_heads, team_size()

@@ -1,7 +1,7 @@
 """CPU launcher that finds the largest logit of each row.
 
-In a recording, the linear that makes the logits finds the largest of each of its tasks, while they are in the cache of
-the thread that has computed them, and only these are compared. Source: the reduction in the epilogue of a matrix
+In a recording, the linear that computes the logits finds the largest of each of its tasks, while they are in the cache
+of the computing thread; this kernel then compares only these. Source: the reduction in the epilogue of a matrix
 product, as in CUTLASS.
 """
 
@@ -13,12 +13,12 @@ from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, empty, launch, rows_part
 
 MODULE, ENTRY = "likeliest", "rows"
 LOGITS, ROW_BYTES, WIDTH, PEAKS, NUM_PEAKS, OUT = range(NUM_ROWS + 1, NUM_ROWS + 7)
-"""Places in the kernel's arguments, after the counters and the rows. PEAKS: 0, or what `peaks_of` returns."""
+"""Indices in the kernel's arguments, after the counters and the rows. PEAKS: 0, or what `peaks_of` returns."""
 NUM_ARGS = OUT + 1
 
 
 def likeliest_cpu(logits: Tensor) -> Tensor:
-    """See `ops.Ops.likeliest`; in a recording, the one buffer of its kind."""
+    """See `ops.Ops.likeliest`; in a recording, return the shared buffer."""
     rows, width = logits.shape
     out, peaks = empty("likeliest", (rows,), torch.int64), peaks_of(logits)
     own = {

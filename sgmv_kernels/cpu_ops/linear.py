@@ -1,8 +1,8 @@
-"""Linears over weight codes on the CPU; activations are rounded to int8, too, with a unit for every 32 neighbours.
+"""Linears over weight codes on the CPU; activations are also rounded to int8, with a unit for every 32 neighbours.
 
-Sums of 32 products are therefore whole numbers, the same on every processor, and a row's result does not depend on the
-rows beside it. A task is a few tiles of outputs for all rows: two tiles at a time, which stay in the L1 cache, times up
-to eight rows, whose sums stay in registers.
+Sums of 32 products are therefore integers, the same on every processor, and a row's result does not depend on other
+rows. A task is a few tiles of outputs for all rows: two tiles at a time, which stay in the L1 cache, times up to eight
+rows, whose sums stay in registers.
 Source: blocks of 32 with a scale on both sides, ggml's Q8_0 (Gerganov).
 """
 
@@ -34,22 +34,22 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 
 MODULE = "linear"
 ROUND_BLOCKS = 8
-"""Blocks of 32 neighbours, of eight rows, in a task of rounding."""
+"""Blocks in a rounding task; a block is 32 neighbours of eight rows."""
 MOST_ROWS = 8
-"""Most rows whose whole sums a kernel keeps at a time."""
+"""Most rows whose integer sums a kernel keeps at a time."""
 TASKS_A_THREAD = 8
-"""Tasks of a thread: enough that a late one costs little."""
+"""Tasks per thread: enough that a late thread costs little time."""
 WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
     9, 22
 )
 Y_WIDTH, ORDER, TABLE, EARLY, AMX_FROM, PEAKS = range(22, 28)
-"""Places in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. AMX_FROM: from how
-many rows AMX registers are used, 0 for never. PEAKS: where the
-largest outputs go, see `peaks_of`; 0 where nobody asks for them."""
+"""Indices in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. AMX_FROM: number of
+rows from which AMX registers are used, 0 for never. PEAKS: address of the largest outputs (`peaks_of`), 0 if they are
+not needed."""
 NUM_ARGS = PEAKS + 1
 PEAK_BYTES = 8
-"""Bytes of one: fp32, and its place as int32."""
+"""Bytes of a peak: the number as fp32, and its index as int32."""
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 
@@ -73,7 +73,7 @@ class CpuLinear:
     # [O, H] bf16, a dequantized copy for calls of at least `wide_from` rows.
     wide: Tensor | None = None
     wide_from: int | None = None
-    # From how many rows on groups of them are multiplied in AMX registers, with the same results; None: never.
+    # Number of rows from which groups of rows are multiplied in AMX registers, with the same results; None: never.
     amx_from: int | None = None
 
     @property
@@ -109,7 +109,7 @@ def pack_linear_cpu(
 
 @cache
 def _compile(*entries: str) -> None:
-    """Compile kernels that few models need, if they are missing, outside this process."""
+    """Compile missing kernels, which few models need, outside this process."""
     compile_missing([(MODULE, entry) for entry in entries], lambda what, done: None)
 
 
@@ -127,9 +127,9 @@ def _round_entry(order: Tensor | None) -> str:
 
 
 def round_rows(x: Tensor, order: Tensor | None = None) -> RoundedRows:
-    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours; `order` [H] int32 permutes x first.
+    """Round every 32 neighbours of x [T, H] fp32 to multiples of a unit; `order` [H] int32 permutes x first.
 
-    In a recording, the launch that makes x does it, if it was recorded just before and can.
+    In a recording, the launch that makes x also rounds it, if it was recorded just before and supports this.
     """
     rows, width = x.shape
     groups, blocks = -(-rows // ROW_GROUP), width // CODE_BLOCK
@@ -208,7 +208,7 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
         SCRATCH_BYTES: scratch.stride(0),
         LINES: 4 if weight.levels == INT4_LEVELS and not _is_signed(weight) else 8,
         TABLE: 0 if weight.table is None else weight.table.data_ptr(),
-        # Of few tasks, other threads would get none.
+        # With few tasks, taking one early would leave none for other threads.
         EARLY: int(tasks >= 3 * threads),
         AMX_FROM: packed.amx_from or 0,
     }
@@ -216,10 +216,11 @@ def _multiply(rounded: RoundedRows, packed: CpuLinear, y: Tensor) -> None:
 
 
 def peaks_of(y: Tensor) -> Tensor | None:
-    """Have the linear that makes y find the largest output of each row, if it is what was recorded last.
+    """Make the linear that computes y also find the largest output of each row, if it is the last recorded launch.
 
-    Returns: [tasks, T] int64, in its first bytes fp32, in its last the output's number as int32, of each task the first
-        of equals; NaN and `NO_TOKEN` where an output is NaN or infinite. None if something else makes y.
+    Returns: [tasks, T] int64 with the largest output of each task: its value as fp32 in the first bytes, its index as
+        int32 in the last (the first of equals); NaN and `NO_TOKEN` if an output is NaN or infinite. None if y was
+        computed by something else.
     """
     own = recorded_maker(y, MODULE)
     if own is None:
@@ -241,9 +242,9 @@ def _codes(rounded: RoundedRows) -> Words:
 
 
 def scratch_bytes(rows: int) -> int:
-    """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, what sums start with, sums
-    of all rows in tiles that reach beyond the last output, a chunk of two tiles as bytes with its factors, and sums of
-    its blocks from AMX registers.
+    """Return the scratch bytes of a thread: sums of the rows that are multiplied at a time, initial values of sums,
+    sums of all rows in tiles that reach beyond the last output, a chunk of two tiles as bytes with its factors, and the
+    sums of the chunk's blocks from AMX registers.
     """
     blocks = CHUNK // CODE_BLOCK
     known = 2 * ((MOST_ROWS + 1 + rows) * 4 * TILE + TILE * CHUNK + blocks * 8 * TILE)

@@ -1,13 +1,13 @@
-"""Measure what this machine's base linears are fastest with. Each measurement runs once on a machine and is kept.
+"""Measurements that choose the fastest base linears for this machine. Each runs once per machine and is kept.
 
-Two things are not the same on all processors:
+Two thresholds depend on the processor:
 
-- From how many rows a dequantized bf16 copy of a weight is faster than the quantized one. Only processors that multiply
-  bf16 (AVX-512 BF16, AMX) are measured; on others, and for few rows, the quantized kernels are the fastest known
-  (docs/benchmarks/kernels.md#beside-torchs-ops). The copy costs memory, and steps that use it round their rows
-  differently from smaller steps, so the gain must be worth it (`--bf16-linears off`).
-- From how many rows AMX registers are faster than `vpdpbusd`. Their results must be the same, bit by bit, or they are
-  not used.
+- The number of rows from which a dequantized bf16 copy of a weight is faster than the quantized weight. Only processors
+  that multiply bf16 (AVX-512 BF16, AMX) are measured; on others, and for few rows, the quantized kernels are the
+  fastest known (docs/benchmarks/kernels.md#beside-torchs-ops). The copy needs memory, and steps that use it round their
+  rows differently from smaller steps, so a minimum gain is required (`--bf16-linears off`).
+- The number of rows from which AMX registers are faster than `vpdpbusd`. They are used only if their results are the
+  same, bit by bit.
 """
 
 import logging
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 CANDIDATES, GAIN = (64, 128, 256), 1.3
 """Numbers of rows from which bf16 may be used, and the factor by which it must be faster."""
 AMX_CANDIDATES, AMX_GAIN = (16, 32, 64), 1.15
-"""Likewise for AMX, each measured with half of a group of rows more, which is multiplied without. A step gains less
-than this: its weights come from memory."""
+"""The same for AMX. Each is measured with half a group of rows more, which is multiplied without AMX. A step gains less
+than this factor, because its weights come from memory."""
 WIDTH, GROUP, ROUNDS = 2048, 64, 31
 FILE, AMX_FILE, ROWS = "wide_rows.json", "amx.json", "rows"
 Product = Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ Product = Callable[[Tensor], Tensor]
 
 @cache
 def wide_rows() -> int | None:
-    """Return the number of rows from which bf16 is worth its copy; None for never."""
+    """Return the number of rows from which the bf16 copy is used; None for never."""
     known = features()
     if not (known.get("avx512bf16") or known.get("amx-bf16")):
         return None
@@ -57,7 +57,7 @@ def amx_rows() -> int | None:
 
 
 def _rows(file: str, measure: Callable[[], int | None]) -> int | None:
-    """Return the number of rows that was measured on this machine before, or measure it and keep it."""
+    """Return the number of rows measured earlier on this machine, or measure it and keep the result."""
     known = kept(file)
     if ROWS in known:
         return known[ROWS] if isinstance(known[ROWS], int) else None
@@ -68,7 +68,7 @@ def _rows(file: str, measure: Callable[[], int | None]) -> int | None:
         return measure()
 
     with ThreadPoolExecutor(1) as apart:
-        # In a thread of its own: the thread that loads models computes alone.
+        # In another thread: the thread that loads models computes with one thread only.
         found = apart.submit(by_all).result()
     logger.info("measured for base linears on this machine, %s: from %s rows", file, found or "no number of")
     keep(file, {ROWS: found})
@@ -76,7 +76,7 @@ def _rows(file: str, measure: Callable[[], int | None]) -> int | None:
 
 
 def all_threads() -> int:
-    """Return how many threads OpenMP starts: the first number of `OMP_NUM_THREADS`, or one for each processor."""
+    """Return the number of OpenMP threads: the first number of `OMP_NUM_THREADS`, or the number of processors."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return max(1, int(first)) if first.isdecimal() else len(os.sched_getaffinity(0))
 
@@ -87,8 +87,8 @@ def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
 
 
 def measured_amx(plain: Product, by_amx: Product, width: int = WIDTH) -> int | None:
-    """Return the smallest candidate number of rows from which AMX is faster by the required factor; None if its results
-    are wrong.
+    """Return the smallest candidate number of rows from which AMX is faster by the required factor; None if there is
+    none or AMX gives other results.
     """
     inputs = {rows: torch.randn(rows + ROW_GROUP // 2, width) for rows in AMX_CANDIDATES}
     if not all(torch.equal(plain(x), by_amx(x)) for x in inputs.values()):
@@ -98,7 +98,7 @@ def measured_amx(plain: Product, by_amx: Product, width: int = WIDTH) -> int | N
 
 
 def _from_rows(candidates: tuple[int, ...], is_faster: Callable[[int], bool]) -> int | None:
-    """Return the smallest candidate of which that is true, as of all larger ones."""
+    """Return the smallest candidate for which, as for all larger ones, `is_faster` is true; None if there is none."""
     taken = list(takewhile(is_faster, reversed(candidates)))
     return taken[-1] if taken else None
 
@@ -122,9 +122,9 @@ def _codes() -> GroupQuantizedWeight:
 
 
 def _gain(product: Product, other: Product, x: Tensor) -> float:
-    """Return how many times as fast the other product is: both in turns, the fastest round of each.
+    """Return how many times faster the other product is, from the fastest round of each.
 
-    What another process computes slows down rounds one after another, of both then.
+    Rounds of both alternate, so that load from another process slows down both.
     """
     spent: tuple[list[float], ...] = [], []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Launch what adds up the attention that pages get: tasks of `cpu_ops.attention`, of the observed rows only."""
+"""CPU launcher of the sums of attention to each page: tasks of `cpu_ops.attention` for observed rows only."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 
 MODULE, PART = "page_mass", "page mass"
 OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA
-"""Places of arguments that are values' otherwise: table [T] int32 of the rows' places in the sums, number of these."""
+"""Indices of arguments, in place of those of values: table [T] int32 of rows' indices in the sums, number of them."""
 
 
 def add_page_mass_cpu_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:
@@ -44,7 +44,7 @@ def add_page_mass_cpu_(masses: PageMasses, q: Tensor, kv: KvPages, plan: Attenti
 
 
 def masses_part(masses: PageMasses, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
-    """Return the launch arguments that a step gives its observed rows."""
+    """Return a step's launch arguments for its observed rows."""
     shape = heads, kv_heads, dim
     if shape not in masses.prepared:
         masses.prepared[shape] = _part(masses, plan, *shape)

@@ -1,7 +1,7 @@
-"""Record a model's forward pass on the CPU once, and run it for every step.
+"""Recordings of a model's forward pass on the CPU, made once and run for every step.
 
-Passes differ only in their rows and tables. So a pass is recorded for the largest number of rows, with and without
-adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
+Passes differ only in their rows and tables. A pass is therefore recorded for the largest number of rows, with and
+without adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 """
 
 import time
@@ -28,7 +28,7 @@ from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
 USUAL = ((0, False, False), (1, False, False))
-"""Kinds of steps that are recorded with the first one, so that no adapter's first request waits for it."""
+"""Kinds of steps that are recorded with the first step, so that no adapter's first request waits for a recording."""
 
 
 class Planner(Protocol):
@@ -47,30 +47,30 @@ class Planner(Protocol):
 
 
 PassResult = tuple[Tensor, Tensor | None]
-"""Logits [S, V], and the likeliest token of each row [S] int64, if the pass has found them."""
+"""Logits [S, V], and the likeliest token of each row [S] int64, if the pass has computed these."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """Hold a recorded pass of the most rows, and what it reads and writes."""
+    """Hold a pass recorded for the largest number of rows, with its inputs and outputs."""
 
     program: Program
     x: Tensor
     logits: Tensor
     likeliest: Tensor
-    # The number of launches before those that choose.
+    # The number of launches before those that choose the likeliest tokens.
     up_to_logits: int
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPass:
-    """Hold a pass that can begin as soon as its input is known, and what its launches point to."""
+    """Hold a pass that can begin as soon as its input is known, and the arrays that its launches point to."""
 
-    # None: it is not recorded.
+    # None: the pass is not recorded.
     recording: _Recording | None
-    # Token ids [T]; None: it begins with embedded tokens.
+    # Token ids [T]; None: the pass begins with embedded tokens.
     ids: Tensor | None
-    # Whether it ends with the likeliest tokens.
+    # Whether the pass ends with the likeliest tokens.
     chooses: bool
     angles: Angles
     tables: StepTables
@@ -87,18 +87,17 @@ class RecordedStep:
         self._stages, self._shape, self._planner = stages, shape, planner
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
-        # By the number of passes over adapters, whether any has vectors, and whether rows are observed: steps pay for
-        # what they have.
+        # Keys: the number of passes over adapters, whether any adapter has vectors, and whether rows are observed. A
+        # step runs only the launches that it needs.
         self._recorded: dict[tuple[int, bool, bool], _Recording] = {}
-        # The pass that is computed now, with its input.
+        # The pass in progress, with its input.
         self._now: tuple[PreparedPass, Tensor | None] | None = None
         self._result: PassResult | None = None
         self._last: Program | None = None
 
     @property
     def num_threads(self) -> int:
-        """Return the threads that compute a pass; all but the one that has begun it go on while that does something
-        else."""
+        """Return the number of threads that compute a pass. The thread that began it may do other work meanwhile."""
         return team_size()
 
     @property
@@ -109,12 +108,11 @@ class RecordedStep:
     def prepare(
         self, rows: int, angles: Angles, tables: StepTables, ids: Tensor | None = None, *, chooses: bool = False
     ) -> "PreparedPass":
-        """Make everything ready for a pass but its input; another one may be computed meanwhile.
+        """Prepare a pass, except its input; another pass may be in progress.
 
         Args:
-            ids: [T] int64, of which some may still be written until the pass begins; None: it begins with embedded
-                tokens.
-            chooses: whether it ends with the likeliest tokens; else with logits, which `choose` has not seen.
+            ids: [T] int64, which may be written until the pass begins; None: the pass begins with embedded tokens.
+            chooses: whether the pass ends with the likeliest tokens, instead of with unchanged logits.
         """
         if rows > self._shape.max_rows or tables.sample_rows.shape[0] > self._shape.max_samples:
             return PreparedPass(None, ids, chooses, angles, tables)
@@ -129,38 +127,38 @@ class RecordedStep:
         return PreparedPass(recorded, ids, chooses, angles, tables)
 
     def begin(self, prepared: "PreparedPass", x: Tensor | None = None) -> None:
-        """Let the other threads of the team begin with the pass that was prepared last; the one before must be
-        complete. One that is not recorded waits for `settle` or `complete`.
+        """Let the other threads of the team begin the pass that was prepared last; the pass before it must be complete.
+        A pass that is not recorded is computed by `settle` or `complete`.
 
         Args:
             x: embedded tokens [T, H], for a pass without ids.
         """
-        self.wait()  # one is left where an interrupt has come
+        self.wait()  # after an interrupt, a pass may still be in progress
         self._now, self._result = (prepared, x), None
         if prepared.recording is not None:
             if x is not None:
-                # By numpy: torch takes ten times as long for a few rows.
+                # With NumPy: for a few rows, torch takes ten times as long.
                 prepared.recording.x.numpy()[: len(x)] = x.numpy()
             prepared.recording.program.begin()
 
     def take_part(self, seconds: float) -> None:
-        """Compute with the others for about so long, at most until the pass is complete."""
+        """Compute with the other threads for about `seconds`, at most until the pass is complete."""
         if self._now is not None and (program := self._now[0].program) is not None:
             program.take_part(seconds)
 
     def wait(self) -> None:
-        """Compute with the others until none of them computes any more; what is not recorded is not computed."""
+        """Compute with the other threads until a recorded pass is complete; a pass without recording stays pending."""
         if self._now is not None and (program := self._now[0].program) is not None:
             program.complete()
 
     def settle(self) -> None:
-        """Compute what has begun to its end: pages that it reads or writes may change then."""
+        """Complete the computation of a begun pass; the pages that it reads or writes may be changed afterwards."""
         self.wait()
         if self._now is not None and self._result is None:
             self._result = self._result_of(*self._now)
 
     def complete(self) -> PassResult:
-        """Complete the pass, and return its result, in buffers that the next one overwrites."""
+        """Complete the pass, and return its result in buffers that the next pass overwrites."""
         self.settle()
         assert self._now is not None, "no pass was begun"
         assert self._result is not None
@@ -169,8 +167,7 @@ class RecordedStep:
 
     @property
     def ended_s(self) -> float:
-        """Return when the last pass was complete, by `time.perf_counter`; for `complete`'s caller, who may have come
-        later."""
+        """Return when the last pass was complete, by `time.perf_counter`; `complete` may have been called later."""
         return time.perf_counter() if self._last is None else self._last.ended_s
 
     def seconds(self) -> Mapping[str, float]:
@@ -178,7 +175,7 @@ class RecordedStep:
         return {} if self._last is None else self._last.seconds()
 
     def _result_of(self, prepared: PreparedPass, x: Tensor | None) -> PassResult:
-        """Return the result of a pass that is complete, or compute one that is not recorded."""
+        """Return the result of a complete pass, or compute a pass that is not recorded."""
         stages, ids, tables = self._stages, prepared.ids, prepared.tables
         if (recorded := prepared.recording) is not None:
             count = tables.sample_rows.shape[0]
@@ -221,7 +218,7 @@ class RecordedStep:
             SAMPLED: {NUM_ROWS: tables.sample_rows.shape[0]},
             TAKEN: taken_part(tables.sample_rows).words,
             ATTENTION: sequences.words,
-            # Without rows it does nothing.
+            # With 0 rows, the lookup does nothing.
             LOOKED_UP: {NUM_ROWS: 0} if ids is None else ids_part(ids).words,
         }
         if tables.masses is not None:

@@ -1,7 +1,7 @@
 """SGMV on the CPU: panels (bf16, fp16, fp32, int8) are read in place from the pool and summed in fp32, without a copy.
 
-A task is a block of rows of one segment, and all its slices or one. It shrinks and expands in one go, so that a site
-costs one parallel region and no barrier. Largest tasks come first; threads take the next one when they are free.
+A task is a block of rows of one segment with all its slices, or with one. It does shrink and expand together, so that a
+site needs one parallel region and no barrier. The largest tasks come first; a free thread takes the next one.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 MODULE = "sgmv"
 Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
-"""Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
+"""Most rows of a task: its outputs stay in the L2 cache while its panels are read."""
 SHRINK, EXPAND = 1, 2
 TASK_INTS = 7
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
 X, X_WIDTH, DEINTERLEAVED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
-"""Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
+"""Indices in the kernel's arguments, after the counters. PLACE is the number of (layer, site) pairs before this one."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -108,8 +108,8 @@ def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
 
 
 def _tasks(blocks: Int32, tables: SgmvTables, slices: int, threads: int) -> Int32:
-    """Return tasks [N', 7]: blocks with a first and last slice, all slices or, with few blocks, each alone; then
-    whether the weights are int8 codes, and the bits of the segment's factor.
+    """Return tasks [N', 7]: a block with its first and last slice (all slices together or, with few blocks, each slice
+    separately); then whether the weights are int8 codes, and the bits of the segment's factor.
     """
     apart = slices if len(blocks) < 2 * threads else 1
     tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)

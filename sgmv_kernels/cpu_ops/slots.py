@@ -11,7 +11,7 @@ from sgmv_kernels.metadata.segments import Int32
 
 MODULE, ENTRY = "slots", "copy"
 NUM_LAYERS, LAYER_BYTES, NUM_MOVES, MOVES, SLAB, PAGE_BYTES, PLACES, UNITS, UNIT_BYTES = range(COUNTERS, 11)
-"""Places in the kernel's arguments, after the counters."""
+"""Indices in the kernel's arguments, after the counters."""
 NUM_ARGS = UNIT_BYTES + 1
 
 

@@ -1,7 +1,7 @@
-"""Measure the number of threads with which base linears run fastest, once on a machine, and store it.
+"""Measurement of the number of threads with which base linears are fastest, once per machine; the result is stored.
 
-Few rows are bound by memory, which fewer threads than available may saturate, and every further thread adds waiting
-after each launch. The measurement runs in the thread that owns the team.
+With few rows, memory limits the speed: fewer threads than available may saturate it, and every further thread adds
+waiting time after each launch. The measurement runs in the thread that owns the team.
 """
 
 import logging
@@ -19,15 +19,15 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 logger = logging.getLogger(__name__)
 FILE = "threads.json"
 GAIN = 1.2
-"""Gain that fewer threads must show, twice: some kernels gain more from many threads."""
+"""Gain that fewer threads must show in two measurements, since other kernels gain more from many threads."""
 FEW_THREADS = 4
-"""Number of threads up to which all are used unmeasured: so few do not saturate memory."""
+"""Number of threads up to which all are used without measurement: so few do not saturate memory."""
 WIDTH, GROUP, LAYERS, ROUNDS = 1024, 64, 48, 5
 MANY_ROWS = 16
 
 
 def best_threads(most: int) -> int:
-    """Return the fastest of `most` threads, half of them, a quarter, ...; resizes the calling thread's team."""
+    """Return the fastest number among `most`, half of it, a quarter, and so on; resizes the calling thread's team."""
     if most <= FEW_THREADS or "OMP_NUM_THREADS" in os.environ:
         return most
     known = kept(FILE).get(str(most))
@@ -36,7 +36,7 @@ def best_threads(most: int) -> int:
     seconds = _probe()
     found, again = choose(most, seconds), choose(most, seconds)
     if found != again:
-        # Another process uses the processor: measure again at the next start.
+        # Another process is using the processor: measure again at the next start.
         return most
     logger.info("base linears are fastest with %d of %d threads", found, most)
     keep(FILE, {str(most): found})
@@ -56,7 +56,7 @@ def choose(most: int, seconds: Callable[[int], float]) -> int:
 
 
 def _probe() -> Callable[[int], float]:
-    """Return the seconds of a step of one row and of one of many rows, with `threads` threads."""
+    """Return a function of the number of threads: the total seconds of a step of one row and one of many rows."""
     packed = [_layer() for _ in range(LAYERS)]
     x = torch.randn(MANY_ROWS, WIDTH)
 

@@ -1,7 +1,7 @@
-"""Memory of packed weights: chunks for which the system is asked for huge pages.
+"""Memory of packed weights: chunks for which huge pages are requested from the system.
 
-A step reads every weight once. With pages of 4 KiB the processor looks up the address of one for every 64 lines, also
-for those that are prefetched, which costs products of 16 rows an eighth of their rate (docs/benchmarks/kernels.md).
+A step reads every weight once. With pages of 4 KiB, the processor needs an address translation for every 64 cache
+lines, also for prefetches, which makes products of 16 rows an eighth slower (docs/benchmarks/kernels.md).
 """
 
 import mmap
@@ -22,16 +22,16 @@ _ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Give parts of large chunks, and larger parts by themselves. A chunk is freed with the last of its parts."""
+    """Allocate parts of large chunks, and larger parts separately. A chunk is freed with its last part."""
 
     def __init__(self) -> None:
-        # Only parts keep a chunk: a weak reference to the one that parts are taken from, None once it is freed.
+        # A weak reference to the chunk that parts are taken from, None once it is freed: only its parts keep it alive.
         self._chunk: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
         self._taken = 0
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 with any content, which begins with a cache line."""
+        """Return [nbytes] uint8 with arbitrary content that begins at a cache line."""
         if nbytes > CHUNK_BYTES:
             return torch.from_numpy(_mapped(nbytes))
         with self._taking:
@@ -41,12 +41,12 @@ class WeightMemory:
                 self._chunk, self._taken = ref(chunk), 0
             part = chunk[self._taken : self._taken + nbytes]
             self._taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        # No slice of a tensor: it would share the storage of the others, and the inference mode of the first.
+        # Not a slice of a tensor, which would share the other parts' storage, and the first one's inference mode.
         return torch.from_numpy(part)
 
 
 def _mapped(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return new bytes that begin with a page."""
+    """Return new bytes that begin at a page."""
     held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with suppress(OSError):  # A kernel without huge pages refuses the advice.

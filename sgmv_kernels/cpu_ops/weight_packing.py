@@ -1,13 +1,13 @@
 """Layout of weight codes for the CPU kernels: tiles of 16 outputs, each read front to back in one stream.
 
 A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima or zeros if there are any
-(`Factors`). Groups that share steps lie together: the codes of all, then 16 steps of scales and 16 of minima, then 16
-scales and 16 minima of each group.
+(`Factors`). Groups that share steps are stored together: the codes of all, then 16 steps of scales and 16 of minima,
+then 16 scales and 16 minima of each group.
 
-Codes lie in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are stored unchanged. Of
-codes of 16 levels, the lines of a block's second half share the bytes of its first. Of codes of 11 levels, 64
-neighbours are 16 lines; the first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is
-spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row.
+Codes are stored in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are unchanged. For
+codes of 16 levels, the lines of a block's second half share the bytes of its first half. For codes of 11 levels, 64
+neighbours are 16 lines. The first eight lines times 11 plus the last eight give eight lines of 7-bit numbers, of which
+the eighth is spread over the top bits of the other seven. Shapes: O outputs, H inputs, G groups of a row.
 """
 
 import math
@@ -35,17 +35,17 @@ _MEMORY = WeightMemory()
 
 
 class Factors(StrEnum):
-    """Name the factors that a tile has for each group. The value is the ending of the kernels' names."""
+    """Name the factors that a tile has for each group. The value is the suffix of the kernels' names."""
 
-    # fp16 scales, and minima but for int8 codes and codes with a table.
+    # fp16 scales, and minima except for int8 codes and codes with a table.
     MINIMA = ""
     # fp16 scales and zeros.
     ZEROS = "_zeros"
-    # fp32 scales, and zeros but for codes with a table.
+    # fp32 scales, and zeros except for codes with a table.
     FP32 = "_fp32"
     # fp32 scales and minima.
     FP32_MINIMA = "_minima"
-    # fp16 steps; int8 scales, and minima but for codes with a table.
+    # fp16 steps; int8 scales, and minima except for codes with a table.
     STEPS = "_steps"
 
     @classmethod
@@ -61,16 +61,16 @@ class Factors(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of what lies behind the codes."""
+        """Return the dtype of the factors, which follow the codes."""
         return torch.float32 if self in (Factors.FP32, Factors.FP32_MINIMA) else torch.float16
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, S, bytes] uint8, S groups of a
-    row, or runs of `STEP_GROUPS` of them that share steps.
+    """Hold packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, S, bytes] uint8, S groups
+    of a row, or runs of `STEP_GROUPS` groups that share steps.
 
-    `order`, `table`: as `GroupQuantizedWeight` has them.
+    `order`, `table`: as in `GroupQuantizedWeight`.
     """
 
     data: Tensor
@@ -83,7 +83,7 @@ class CodeTiles:
 
     @property
     def group(self) -> int:
-        """Return the inputs whose codes lie together."""
+        """Return the number of inputs whose codes are stored together."""
         return self.in_features // self.data.shape[1]
 
     @property
@@ -104,13 +104,13 @@ class CodeTiles:
         lines, behind = _split(self.data[..., : self.code_bytes], 2, TILE, _QUAD), self.data[..., self.code_bytes :]
         if self.factors is not Factors.STEPS:
             return lines, _split(behind.view(self.factors.dtype), 2, TILE), _split(behind[..., :0], 2, TILE)
-        # A step takes two bytes, and those that it is for one each.
+        # A step takes two bytes, and each of the `STEP_GROUPS` numbers that it multiplies one.
         start = behind.shape[-1] // (2 + STEP_GROUPS) * 2
         steps, numbers = behind[..., :start].view(torch.float16), behind[..., start:].view(torch.int8)
         return lines, _split(steps, 2, TILE), _split(numbers, 2, TILE)
 
     def _codes(self, stored: Tensor, floats: Tensor, numbers: Tensor) -> GroupQuantizedWeight:
-        """Return codes of stored lines [N, S, lines, 4], and the rest of `_parts` for each output."""
+        """Return the weight of stored lines [N, S, lines, 4] and the other results of `_parts`, for each output."""
         codes = _unpack_lines(stored, self.levels).reshape(len(stored), self.in_features)
         made = partial(GroupQuantizedWeight, codes, levels=self.levels, order=self.order, table=self.table)
         if self.factors is Factors.STEPS:
@@ -126,7 +126,7 @@ class CodeTiles:
 
 
 def check_codes(weight: GroupQuantizedWeight) -> None:
-    """Check that the kernels read groups of this size.
+    """Check that the kernels support groups of this size.
 
     Raises:
         KernelArgumentError: they do not.
@@ -144,7 +144,7 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     """Pack codes into tiles.
 
     Raises:
-        KernelArgumentError: as `check_codes`, or the order is none of the inputs.
+        KernelArgumentError: as `check_codes`, or `order` is not a permutation of the inputs.
     """
     check_codes(weight)
     tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
@@ -162,7 +162,7 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
     tile_shape = together, code_bytes + behind.shape[-1]
     data = _MEMORY.take(tiles * math.prod(tile_shape)).view(tiles, *tile_shape)
     data[..., code_bytes:] = behind
-    # A few tiles at a time, which stay in a cache. Quads change places as int32, ten times as fast as byte by byte.
+    # A few tiles at a time, which stay in a cache. Moving quads as int32 is ten times as fast as moving bytes.
     step = max(1, _CHUNK_BYTES // (TILE * weight.in_features))
     for first in range(0, tiles, step):
         part = data[first : first + step]
@@ -174,7 +174,7 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
 
 
 def _factors(weight: GroupQuantizedWeight, factors: Factors) -> list[Tensor]:
-    """Return what a tile holds behind the codes, each [O, G] or [O, S, of a run]."""
+    """Return the tensors that follow the codes in a tile, each [O, G] or [O, S, numbers of a run]."""
     scales, minima = weight.scales, weight.minima
     if weight.steps is not None:
         numbers = scales[..., None] if minima is None else torch.stack((scales, minima), dim=-1)
@@ -188,7 +188,7 @@ def _factors(weight: GroupQuantizedWeight, factors: Factors) -> list[Tensor]:
 
 
 def _split(values: Tensor, dim: int, *last: int) -> Tensor:
-    """Reshape one dimension into several; the sizes of all but the first are given."""
+    """Reshape one dimension into several; `last` has the sizes of all except the first."""
     return values.view(*values.shape[:dim], values.shape[dim] // math.prod(last), *last, *values.shape[dim + 1 :])
 
 

@@ -12,23 +12,23 @@ MODULE, ENTRY, PART = "weight_rows", "rows", "looked up"
 IDS, DATA, RUNS, RUN_BYTES, CODE_BYTES, GROUP, LEVELS, KIND, COUNT, TABLE, ORDER, OUT = range(
     NUM_ROWS + 1, NUM_ROWS + 13
 )
-"""Places in the kernel's arguments, after the counters and the rows. RUNS: groups of a row, or runs of them that share
-steps; GROUP: inputs of one; COUNT: 2 if there are minima or zeros, else 1."""
+"""Indices in the kernel's arguments, after the counters and the rows. RUNS: groups of a row, or runs of groups that
+share steps; GROUP: inputs of a group or run; COUNT: 2 if there are minima or zeros, else 1."""
 NUM_ARGS = OUT + 1
 HALF, FLOAT, STEPS = range(3)
 """Values of KIND: scales are fp16, fp32, or int8 that share fp16 steps."""
 ZEROS = 4
-"""Added to KIND where the second factor is a zero, not a minimum."""
+"""Added to KIND if the second factor is a zero, not a minimum."""
 
 
 def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:
     """Return the weights [N, in_features] fp32 of some outputs, ids [N] int64.
 
     Raises:
-        IndexError: an id is none of an output.
+        IndexError: an id is not that of an output.
     """
     ids, factors = ids.contiguous(), tiles.factors
-    # A negative id is a very large one.
+    # As unsigned integers, negative ids are very large.
     if ids.numpy().view(np.uint64).max(initial=0) >= tiles.out_features:
         raise IndexError(f"ids must be from 0 to {tiles.out_features - 1}")
     out = empty("embedded", (len(ids), tiles.in_features))
