@@ -1,1 +1,1 @@
-"""Plain torch backend: runs on every device, and is the fallback of the others."""
+"""Plain torch backend: runs on every device, and replaces other backends that cannot run."""

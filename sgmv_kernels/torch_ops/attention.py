@@ -19,7 +19,7 @@ MAX_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class SingleQueries:
-    """Sequences of similar length with one query row each: `rows` [B], `tables` [B, pages], `lens` [B], all int64."""
+    """Hold sequences of similar length with one query row each: int64 `rows` [B], `tables` [B, pages], `lens` [B]."""
 
     rows: Tensor
     tables: Tensor
@@ -28,7 +28,9 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A sequence with several query rows or a draft tree; they are its last of `length`; `table` [1, pages] int64."""
+    """Hold a sequence of `length` tokens with several query rows, the last ones, or a draft tree; `table` [1, pages]
+    int64.
+    """
 
     rows: slice
     table: Tensor
@@ -38,7 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The draft tree of a chunk from slot `start` on; `words` and `positions` [n] int64 (`metadata.draft_trees`)."""
+    """Hold a chunk's draft tree, from slot `start` on; `words` and `positions` [n] int64 (`metadata.draft_trees`)."""
 
     start: int
     words: Tensor
@@ -47,14 +49,14 @@ class TreeRows:
 
 @dataclass(frozen=True, slots=True)
 class TorchSequences:
-    """Sequences of a step by how they are computed."""
+    """Hold the sequences of a step by the way in which they are computed."""
 
     singles: tuple[SingleQueries, ...]
     chunks: tuple[Chunk, ...]
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
-    """Group the sequences: single-token ones by length; longer chunks and draft trees each alone."""
+    """Group single-token sequences by length; longer chunks and draft trees stay separate."""
     starts, lens = plan.query_starts.tolist(), plan.kv_lens.tolist()
     query_lens = np.diff(plan.query_starts).tolist()
     pages = [-(-length // plan.page_size) for length in lens]
@@ -65,7 +67,7 @@ def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
             groups[-1].append(i)
         else:
             groups.append([i])
-    # Sequences of one product have as many pages as the longest.
+    # In a padded product, every sequence has as many pages as the longest.
     owned = np.arange(plan.page_tables.shape[1]) < np.array(pages)[:, None]
     tables = torch.from_numpy(np.where(owned, plan.page_tables, 0)).to(device, torch.int64)
     singles = tuple(
@@ -117,7 +119,7 @@ def _gather(kv: KvPages, tables: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _single_queries(q: Tensor, kv: KvPages, group: SingleQueries, scoring: Scoring) -> Tensor:
-    """Attend with q [B, heads, D]; returns [B, heads, D]. Heads that share a key head take the place of query
+    """Compute attention of q [B, heads, D]; return [B, heads, D]. Heads that share a key head are passed as query
     positions.
     """
     b, heads, d = q.shape
@@ -143,13 +145,13 @@ def _single_queries(q: Tensor, kv: KvPages, group: SingleQueries, scoring: Scori
 
 
 def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scoring: Scoring) -> Tensor:
-    """Attend with the rows of one sequence, q [n, heads, D]; returns [n, heads, D]."""
+    """Compute attention of the rows of one sequence, q [n, heads, D]; return [n, heads, D]."""
     n, length = q.shape[0], chunk.length
     scale, window, softcap, slopes = scoring
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    # Torch's own attention adds a mask, which leaves NaN as it is.
+    # torch's attention adds the mask to scores, which does not remove NaN.
     is_own = softcap is None and bool(k.isfinite().all())
     if is_own and n == length and window is None and slopes is None and chunk.tree is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -165,8 +167,8 @@ def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scoring: Scoring) -> Tensor:
 
 
 def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which keys the last n rows of a sequence see, bool [n, length], and the positions of keys less those of
-    rows, where they are seen.
+    """Return which keys the last n rows of a sequence see, bool [n, length], and for these the positions of keys minus
+    those of rows.
     """
     last = torch.arange(chunk.length - n, chunk.length, device=device)[:, None]
     at = torch.arange(chunk.length, device=device)[None]
@@ -176,7 +178,7 @@ def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> 
         is_ancestor = (chunk.tree.words[:, None] >> slot.clamp(0, MAX_SLOTS - 1)) & 1
         visible = visible & ((slot < 0) | (is_ancestor > 0))
         position = chunk.tree.positions[:, None]
-        # An ancestor's depth is its place among the ancestors.
+        # An ancestor's depth is its rank among the ancestors.
         key_position = torch.where(slot < 0, at, visible.cumsum(-1) - 1)
     distance = key_position - position
     return (visible if window is None else visible & (distance > -window)), distance
@@ -185,7 +187,7 @@ def _visible(chunk: Chunk, n: int, window: int | None, device: torch.device) -> 
 def _by_hand(
     query: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Attend with a softcap on the scores before the mask, or to keys that are NaN: torch's own attention cannot."""
+    """Compute attention with a softcap before the mask, or over NaN keys, which torch's attention cannot do."""
     group = query.shape[1] // k.shape[1]
     scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale)
     if softcap is not None:

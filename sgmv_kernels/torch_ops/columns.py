@@ -1,6 +1,6 @@
-"""Columns of A by token, for adapters of an embedding: one gather an adapter, in plain torch on every device.
+"""Columns of A by token, for adapters of an embedding: one gather per adapter, in plain torch on every device.
 
-A token's column is `rank` numbers in as many rows of a panel: nothing that a kernel of its own would make faster.
+A token's column has only `rank` numbers, in as many rows of a panel: a separate kernel would not be faster.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from sgmv_kernels.metadata.plans import SgmvPlan
 def columns_torch(ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts: Sequence[int]) -> Tensor:
     """See `ops.Ops.columns`."""
     tables, device = plan.tables, ids.device
-    # A row's length as kernels are compiled for.
+    # The length of a row: a rank that kernels are compiled for.
     held = -(-tables.max_rank(0, site) // PANEL_RANKS) * PANEL_RANKS
     v = torch.zeros((1, plan.num_rows, held), device=device)
     width = tables.sites[site].in_features
@@ -29,7 +29,7 @@ def columns_torch(ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts:
         rank, dtype = int(tables.records[0, site, s, 1]), torch.int8 if tables.are_codes[s] else plan.dtype
         ranks = np.arange(rank)
         panels = tables.records[:, site, s, :1] + 1 + ranks // PANEL_RANKS
-        # [L, rank], of each row of a block: counted in numbers from the start of slab 0.
+        # [L, rank]: the start of each row of a block, counted in numbers from the start of slab 0.
         rows = (
             tables.panels[panels].astype(np.int64) * (ALIGNMENT_BYTES // dtype.itemsize) + ranks % PANEL_RANKS * width
         )

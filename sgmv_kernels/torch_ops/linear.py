@@ -1,4 +1,4 @@
-"""Linears over weight codes in plain torch: any device, activations not rounded."""
+"""Linears over weight codes in plain torch, on any device; activations are not rounded."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _CHUNK_BYTES = 8 << 20
-"""Size of the pieces in which weights are dequantized."""
+"""Bytes of the pieces in which weights are dequantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """Codes that are dequantized for each product; see `backend.PackedLinear`."""
+    """Hold codes that are dequantized for each product; see `backend.PackedLinear`."""
 
     codes: GroupQuantizedWeight
     bias: Tensor | None

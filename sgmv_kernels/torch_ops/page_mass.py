@@ -1,4 +1,4 @@
-"""Attention that pages get, in plain torch: one query row at a time, so that a row's sums do not depend on others."""
+"""Sums of the attention to each page in plain torch, one query row at a time, so that rows do not affect each other."""
 
 import torch
 import torch.nn.functional as F

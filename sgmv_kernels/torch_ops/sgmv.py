@@ -1,6 +1,6 @@
 """SGMV in plain torch: matrix products over views of the pool, one segment after another. Any device, any rank.
 
-Panels that lie end to end are read as one matrix, so that an adapter in one run costs one product for each matrix.
+Adjacent panels are read as one matrix, so that an adapter in one run needs one product for each matrix.
 """
 
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def _offset(plan: SgmvPlan, panel: int) -> int:
 
 
 def _matrices(slab: Tensor, plan: SgmvPlan, dtype: torch.dtype, panel: int, rank: int, width: int) -> Iterator[Tensor]:
-    """Return views [rows, width] of `rank` rows in consecutive panels; panels that lie end to end are one view."""
+    """Yield views [rows, width] of `rank` rows in consecutive panels; adjacent panels are one view."""
     start = rows = 0
     for i in range(_num_panels(rank)):
         offset, count = _offset(plan, panel + i), min(PANEL_RANKS, rank - i * PANEL_RANKS)

@@ -1,6 +1,6 @@
-"""Own rows of the vocabulary: one gather an adapter for the embedding; for the head, products that are shrinks.
+"""Own rows of the vocabulary: one gather per adapter for the embedding; for the head, products by `shrink`.
 
-Blocks of rows, the layers of their layout, take turns in the slabs.
+Blocks of rows, which are the layers of their layout, are distributed over the slabs in turn.
 """
 
 from collections.abc import Callable, Sequence
