@@ -19,7 +19,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class VectorTables:
-    """Hold the rows whose adapter has vectors, and where these lie, on the device."""
+    """Hold the rows whose adapter has vectors, and the offsets of the vectors, on the device."""
 
     num_rows: int
     # int64 [N * 3], segment, row and the bits of the segment's factor.

@@ -1,13 +1,13 @@
 """Paged attention on a GPU: prefill chunks and decodes in one call, over keys that are transposed in their pages.
 
-A program owns a tile of one sequence's query rows for one key head; the query heads that share the key head stand side
-by side in the tile, so that a decode row fills the tensor core with its group. Keys and values of a tile of tokens are
-read page by page through the page table, with int64 addresses. Slots that no row may see may hold NaN: their values are
-not read, and their scores are masked. Long contexts of few rows are cut into parts that a second kernel adds up
-(`triton_ops.attention_metadata`).
+A program computes a tile of one sequence's query rows for one key head; the query heads that share the key head are
+adjacent rows of the tile, so that a decode row fills the tensor core with its group. Keys and values of a tile of
+tokens are read page by page through the page table, with int64 addresses. Slots that no row may see may hold NaN: their
+values are not read, and their scores are masked. Long contexts of few rows are cut into parts, whose results a second
+kernel adds (`triton_ops.attention_metadata`).
 
-A row's result has the same bits whatever the batch, the order of sequences, and the places of pages. How many rows of a
-sequence a step computes may change the last bits.
+The bits of a row's result do not depend on the batch, the order of sequences, or the places of pages. The number of
+rows of a sequence in a step may change the last bits.
 
 Source: tiles and online softmax, FlashAttention-2 (Dao 2023); pages, vLLM (Kwon et al. 2023), whose unified Triton
 kernel also lets the group fill the rows; parts and reduce, Flash-Decoding (Dao et al. 2023).
@@ -45,20 +45,20 @@ _MAX_SLOTS = tl.constexpr(64)
 SUMS = 2
 DECODE_M = 16
 REDUCED_PARTS = 16
-"""Partial results that are read at once: what a warp holds in registers."""
+"""Partial results that are read at the same time: as many as a warp holds in registers."""
 KV_FORMATS = ("bfloat16", "float16", "float32", "int8", "k8v4")
 """KV formats that the kernels read."""
 new_partials = torch.empty
-"""Allocator of the partial results; tests replace it by one that fills them with NaN."""
+"""Allocator of the partial results; tests replace it with one that fills them with NaN."""
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> AttentionTables:
-    """Keep the sequences of a step; work is cut at the first layer, when the heads are known."""
+    """Return the tables of a step's sequences; work is cut at the first layer, when the heads are known."""
     return AttentionTables(plan, device)
 
 
 def shape_for(config: AttentionConfig, group: int) -> Shape:
-    """Return how work is cut for groups of `group` query heads."""
+    """Return the sizes by which work is cut for groups of `group` query heads."""
     decode_m, prefill_m = _rows(config, group)
     return Shape(decode_m // group, prefill_m // group, config.split_tokens, FEW_ROWS)
 
@@ -80,14 +80,14 @@ def attention(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> 
     compute, precision = product_dtype(q.dtype) if is_coded else product_dtype(q.dtype, kv.keys.dtype)
     keys, values = kv.keys, kv.values
     if is_coded:
-        # Once for all parts of the keys: a matrix in each would take more registers than the rest.
+        # Rotate queries once for all parts of the keys: the matrix in each program would take too many registers.
         q, keys, values = rotate_heads(q, torch.empty_like(q)), words_of(keys), words_of(values)
-    # Pages of floats have no scales: any address serves.
+    # Pages of floats have no scales: any address can be passed.
     key_scales, value_scales, value_minima = (
         kv.parts.get(name, keys) for name in (KEY_SCALES, VALUE_SCALES, VALUE_MINIMA)
     )
     if is_paired:
-        # Of two tokens at once: copies into shared memory have at least four bytes.
+        # Read for two tokens at once: copies into shared memory have at least four bytes.
         value_scales, value_minima = value_scales.view(torch.int32), value_minima.view(torch.int32)
     has_trees = most.tree_rows > 0
     decode = (decode_m, config.decode_n, config.decode_warps, config.decode_stages, has_trees)
@@ -232,7 +232,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with one tile of query rows (row m: query m // GROUP, head m % GROUP) to one part of the keys."""
+    """Compute attention of one tile of query rows (row m: query m // GROUP, head m % GROUP) to one part of the keys."""
     item = ints + items_at + tl.program_id(0) * _ITEM
     part_begin, part_end = tl.load(item + 2), tl.load(item + 3)
     if part_begin >= part_end:
@@ -254,7 +254,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     row = (start + query).to(tl.int64) * HEADS + head
     q_tile = tl.load(q + row[:, None] * D + d[None, :], mask=row_ok[:, None] & dim_ok[None, :], other=0.0).to(COMPUTE)
 
-    # The keys that some row of the tile sees, inside this part.
+    # The keys of this part that some row of the tile sees.
     first_last = kv_len - query_len + first_query
     end = tl.minimum(part_end, tl.minimum(kv_len, first_last + block_q))
     begin, first_position = part_begin, first_last
@@ -271,7 +271,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         word = word | tl.load(about + 2, mask=row_ok, other=0).to(tl.int64) << 32
         ancestors = word
         if WINDOW:
-            # Forget the first ancestors, which are before the window.
+            # Drop the first ancestors, which are before the window.
             outside = position - window + 1 - tree
             for forgotten in range(as_bound(-window + _MAX_SLOTS)):
                 word = tl.where(forgotten < outside, word & (word - 1), word)
@@ -283,7 +283,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
     nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
     table = ints + pages_at + sequence.to(tl.int64) * max_pages
-    # A word has four numbers of a key, four tokens of a value, or eight values: PAIRS numbers apart are two of a byte.
+    # A word has four numbers of a key, four tokens of a value, or eight values, where two in a byte are PAIRS apart.
     k_rows: tl.constexpr = D_PAD // 4 if CODES else D_PAD
     v_step: tl.constexpr = 4 if CODES else 1
     v_rows: tl.constexpr = BLOCK_N // v_step
@@ -303,11 +303,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     fours, next_fours, least = v_step * tl.arange(0, v_rows), next_page, total
     if CODES:
         next_fours = tl.load(table + (begin // BLOCK_N * BLOCK_N + fours) // PAGE)
-    # Tiles begin at multiples of BLOCK_N, so that where the window begins does not move them.
+    # Tiles begin at multiples of BLOCK_N, wherever the window begins.
     for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
         at = n + tile * BLOCK_N
         key_ok = (at >= begin) & (at < end)
-        # Read a tile ahead: the addresses of keys wait for no load.
+        # Page ids were read one tile ahead, so that the addresses of keys do not wait for a load.
         page = next_page.to(tl.int64)
         next_page = tl.load(table + (at + BLOCK_N) // PAGE)
         # A masked key may be NaN: it affects only its own column of scores, which `visible` masks below.
@@ -338,7 +338,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if SLOPES:
             key_position = at[None, :]
             if TREES:
-                # An ancestor's depth is its place among the ancestors.
+                # An ancestor's depth is its rank among the ancestors.
                 depth = _ones(ancestors[:, None] & ((tl.full((BLOCK_N,), 1, tl.int64) << slot_in_tree) - 1)[None, :])
                 key_position = tl.where((at < tree)[None, :], key_position, tree + depth.to(tl.int32))
             scores += slope[:, None] * (key_position - position[:, None]).to(tl.float32)
@@ -349,7 +349,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             visible = visible & (at[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row without a visible key so far: -inf - -inf would be NaN.
+        # For a row without a visible key so far, -inf - -inf would be NaN.
         known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp(scores - known[:, None])
         fade = tl.exp(highest - known)

@@ -8,13 +8,12 @@
                       with trees, which have no graph
 
 A sequence with few query rows, or with a draft tree, is cut into small tiles, and its keys into parts of
-`split_tokens`, so that a long context keeps many programs busy; a reduce adds the parts. How a sequence is cut depends
-on itself only, never on the batch: a row has the same bits whatever runs beside it. (A partial result is 1 to 2 % of
-the bytes of the keys that it stands for, by arithmetic, so cutting costs little where a batch would not need it.) Long
-tiles know no trees: what their rows see would take registers that they do not have.
+`split_tokens`, so that a long context keeps many programs busy; a reduce adds the parts. The cut depends only on the
+sequence, never on the batch, so that a row always has the same bits. (By arithmetic, a partial result has 1 to 2 % of
+the bytes of its keys, so an unneeded cut costs little.) Long tiles do not support trees, for which they lack registers.
 
-Two forms, as in `sgmv_metadata`: exact, and a fixed capacity that graphs replay with. Work that a step does not use has
-no keys (`first key = end`), or no slots, and its programs end after one load.
+There are two forms, as in `sgmv_metadata`: exact, and with a fixed capacity for graph replays. Work that a step does
+not use has no keys (`first key = end`), or no slots, and its programs end after one load.
 
 Source: keys split with a reduce, Flash-Decoding (Dao et al. 2023); a plan of work items made on the host, FlashInfer.
 """
@@ -44,7 +43,7 @@ FEW_ROWS = 64
 NO_SLOT = -1
 NO_REDUCES = np.empty((0, REDUCE_INTS), dtype=np.int32)
 PADDING_INTS = 256
-"""Room behind the page tables: a tile of keys reads the table without a mask, at most two tiles past its end."""
+"""Padding after the page tables: a tile of keys reads the table without a mask, at most two tiles past its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ NO_WORK: Mapping[tuple[Shape, int], Work] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapacity:
-    """Largest step of one graph: sequences, their pages, items of each kind."""
+    """Hold the largest step of one graph: sequences, their pages, items of each kind."""
 
     max_sequences: int
     max_pages: int
@@ -90,7 +89,7 @@ class AttentionCapacity:
 
 
 class AttentionBuffer:
-    """Work of a step for one `Shape` on the device. Grids and offsets depend on the capacity only."""
+    """Hold a step's work for one `Shape` on the device. Grids and offsets depend only on the capacity."""
 
     def __init__(self, capacity: AttentionCapacity, device: torch.device) -> None:
         self.capacity, self.device = capacity, device
@@ -110,10 +109,10 @@ class AttentionBuffer:
         self.ints: Tensor | None = None
 
     def update(self, plan: AttentionPlan, work: Work) -> None:
-        """Copy a step's work to the device, in one copy that the host does not wait for.
+        """Copy a step's work to the device, in one asynchronous copy.
 
         Raises:
-            CapacityExceeded: the step does not fit; nothing has been changed.
+            CapacityExceeded: the step does not fit; nothing was changed.
         """
         most, tree_rows = self.capacity, 0 if plan.trees is None else plan.num_rows
         for name, has, limit in (
@@ -149,8 +148,8 @@ class AttentionBuffer:
 class AttentionTables:
     """Hold the sequences of a step; work is cut once for each shape that a model's layers use (usually one).
 
-    With a `capacity` the buffers keep their addresses, and `update` refills those that exist. For a graph, call
-    attention once before the capture, so that they exist.
+    With a `capacity`, the buffers keep their addresses, and `update` refills the existing ones. For a graph, call
+    attention once before the capture, so that the buffers exist.
     """
 
     def __init__(self, plan: AttentionPlan, device: torch.device, capacity: AttentionCapacity | None = None) -> None:
@@ -171,7 +170,7 @@ class AttentionTables:
         """Replace the step; only with a capacity.
 
         Args:
-            known: work that is cut already, by shape and group.
+            known: work that is already cut, by shape and group.
         """
         assert self._capacity is not None
         self._plan = plan
@@ -181,8 +180,7 @@ class AttentionTables:
 
 
 def cut(query_starts: Int32, kv_lens: Int32, shape: Shape, group: int, trees: DraftTrees | None = None) -> Work:
-    """Cut every sequence into tiles and parts by what it is alone, all sequences in one pass; arguments as in
-    `AttentionPlan`."""
+    """Cut every sequence into tiles and parts, independent of the other sequences; arguments as in `AttentionPlan`."""
     query_lens = query_starts[1:] - query_starts[:-1]
     few = (query_lens == 1) | (query_lens * group <= shape.few_rows)
     if trees is not None:
@@ -198,7 +196,7 @@ def cut(query_starts: Int32, kv_lens: Int32, shape: Shape, group: int, trees: Dr
 
 
 def split_of(lens: Ints, split_tokens: int) -> Int32:
-    """Return the keys of a part for each length: `split_tokens` times a power of two, for few parts."""
+    """Return the keys of a part for each length: `split_tokens` times a power of two, which limits the parts."""
     if not len(lens) or lens.max() <= MAX_SPLITS * split_tokens:
         return np.full(len(lens), split_tokens, dtype=np.int32)
     parts = -(-lens // split_tokens)
@@ -207,7 +205,7 @@ def split_of(lens: Ints, split_tokens: int) -> Int32:
 
 
 def _items(sequences: Ints, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> tuple[Int32, Int32]:
-    """Return items [I, 5] without slots, the parts of a tile side by side in order, and the parts of each tile."""
+    """Return items [I, 5] without slots, with the parts of a tile adjacent and in order, and the parts of each tile."""
     tiles, parts = -(-rows // tile_rows), -(-lens // part)
     counts = tiles * parts
     items = np.empty((int(counts.sum()), ITEM_INTS), dtype=np.int32)
@@ -225,8 +223,8 @@ def _items(sequences: Ints, rows: Int32, lens: Int32, tile_rows: int, part: Int3
 
 
 def _number_slots(items: Int32, parts: Int32) -> int:
-    """Give a slot to every part of tiles that have several, and return the number of slots; `parts` counts those of
-    each tile.
+    """Assign a slot to every part of tiles with several parts, and return the number of slots; `parts` has the number
+    of parts of each tile.
     """
     if len(items) == len(parts):
         return 0

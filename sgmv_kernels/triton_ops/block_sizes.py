@@ -1,19 +1,19 @@
-"""Block sizes of the Triton kernels, from one JSON table a device. No autotuning while serving.
+"""Block sizes of the Triton kernels, from one JSON table per device. No autotuning while serving.
 
-`configs/<device name, other characters as _>.json`, and for what it lacks `configs/default.json`, of which a part is
-measured. Devices without a table have the default one, those before sm90 with the rows that theirs has instead. A table
-holds lists of rows; the first row whose bounds hold is taken (null is no bound):
+The table is `configs/<device name, other characters as _>.json`; missing entries come from `configs/default.json`, a
+part of which is measured. Devices without a table use the default, with other rows for devices before sm90. A table has
+lists of rows; the first row whose bounds hold is used (null is no bound):
 
     rows       by token rows: block_m, and whether the sum over K is split over programs (`planes`)
-    sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
+    sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so they depend only on the site
     tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
     attention  by head dim, and bytes of the wider of activations and pages
     linear     by bits of a code, its group, token rows and out_features: tiles, programs that share the sum over K,
                launch options
 
-`dequantize_above` says, by bits of a code, above how many token rows a base linear is dequantized and left to cuBLAS.
+`dequantize_above` has, by bits of a code, the number of token rows above which a base linear is dequantized for cuBLAS.
 
-Source: tables by shape rather than autotuning, SGLang's sm90 plans and vLLM's tuned LoRA configs.
+Source: tables by shape instead of autotuning, SGLang's sm90 plans and vLLM's tuned LoRA configs.
 """
 
 import json
@@ -36,7 +36,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
-    """Settings that depend on the number of token rows, for all sites of a step."""
+    """Hold the settings that depend on the number of token rows, for all sites of a step."""
 
     block_m: int
     planes: bool
@@ -44,7 +44,7 @@ class RowsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SgmvConfig:
-    """Settings of one site. `planes` is the number of programs that share the sum over K, `split_k` or 1."""
+    """Hold the settings of one site. `planes` is the number of programs that share the sum over K, `split_k` or 1."""
 
     split_k: int
     planes: int
@@ -58,7 +58,7 @@ class SgmvConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Settings of one head dim. `split_tokens` is the number of keys of one program at decode."""
+    """Hold the settings of one head dim. `split_tokens` is the number of keys of one program at decode."""
 
     split_tokens: int
     decode_n: int
@@ -72,7 +72,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Settings of a base linear. `split_k` programs share the sum over K, each with a plane of its own."""
+    """Hold the settings of a base linear. `split_k` programs share the sum over K, each with its own plane."""
 
     block_m: int
     block_n: int
@@ -83,14 +83,14 @@ class LinearConfig:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Return the name of the device's table: its own, or that of a default one."""
+    """Return the name of the device's table: its own, or a default one."""
     if device.type == "cuda" and _file(own := torch.cuda.get_device_name(device)).is_file():
         return own
     return default_name(device)
 
 
 def default_name(device: torch.device) -> str:
-    """Return the name of the table for devices of this generation that have none."""
+    """Return the name of the table for devices of this generation without their own table."""
     capability = CAPABILITY
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -105,7 +105,7 @@ def file_name(name: str) -> str:
 
 @cache
 def table_of(name: str) -> Table:
-    """Return the table of this name, completed from the default one."""
+    """Return the table of this name, completed with entries of the default one."""
     table: Table = json.loads(_file(DEFAULT).read_text("utf-8"))
     return table | (json.loads(_file(name).read_text("utf-8")) if _file(name).is_file() else {})
 
@@ -119,7 +119,7 @@ def rows_config(name: str, rows: int) -> RowsConfig:
 
 @cache
 def sgmv_config(name: str, rows: int, rank: int, dims: SiteDims) -> SgmvConfig:
-    """Return the block sizes for T `rows` at a site where adapters have at most `rank` rank rows, slices together."""
+    """Return the block sizes for T `rows` at a site where adapters have at most `rank` rank rows over all slices."""
     table = table_of(name)
     sums = _first(table["sums"], max_in=dims.in_features)
     tiles = _first(table["tiles"], max_rows=rows, max_rank=rank, max_in=dims.in_features, max_out=dims.total_out)
@@ -137,7 +137,7 @@ def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig
 
 @cache
 def linear_config(name: str, bits: int, group: int, rows: int, out: int) -> LinearConfig:
-    """Return the settings of a linear with codes of 8, 4 or 3 (q3h) `bits`, `group` of them to a scale."""
+    """Return the settings of a linear with codes of 8, 4 or 3 (q3h) `bits`, with a scale for every `group` codes."""
     fitting = [row for row in table_of(name)["linear"] if row["bits"] in (None, bits)]
     row = _without_bounds(_first(fitting, max_group=group, max_rows=rows, max_out=out))
     return LinearConfig(**{field: value for field, value in row.items() if field != "bits"})

@@ -1,9 +1,9 @@
 """Plans of steps whose device memory keeps its addresses, for CUDA graphs that are captured once.
 
-A capacity is fixed: rows, sequences, items of attention, ranks. `update` writes a step's numbers into the same buffers,
-or refuses; a graph that was captured over these plans then computes that step. Rows behind the step's own belong to no
-sequence and no adapter: their keys and values go to the scratch page, nothing attends, and what they compute is
-undefined. Needs the Triton kernels.
+The capacity is fixed: rows, sequences, items of attention, ranks. `update` writes a step's numbers into the same
+buffers, or raises; a graph that was captured with these plans then computes that step. The padding rows after the
+step's own belong to no sequence and no adapter: their keys and values are written to the scratch page, they have no
+attention, and their results are undefined. Needs the Triton kernels.
 """
 
 import operator
@@ -37,7 +37,7 @@ class PlanDims:
     # Bytes of the wider of activations and stored keys.
     itemsize: int
     page_size: int
-    # Of the pool; the scratch page is the one behind them.
+    # Pages of the pool; the scratch page is the next one after them.
     num_pages: int
     adapter_dtype: torch.dtype
     device: torch.device
@@ -49,7 +49,7 @@ class PlanDims:
 
     @property
     def shape(self) -> Shape:
-        """Return how attention is cut."""
+        """Return the sizes by which attention is cut."""
         return shape_for(attention_config(device_name(self.device), self.head_dim, self.itemsize), self.group)
 
 
@@ -65,16 +65,16 @@ class StaticCapacity:
     # Items of attention: parts of keys of small tiles, and long tiles.
     small_items: int
     long_items: int
-    # Whether keys are cut into parts, whose results a second kernel adds.
+    # Whether keys are cut into parts, whose results a second kernel adds up.
     is_cut: bool
     # Highest rank of a slice, 0 if no row has an adapter.
     rank: int
 
 
 class StaticPlans:
-    """Static inputs, and the plans over them.
+    """Hold static inputs, and the plans that use them.
 
-    `token_ids` and `positions` are int64 [rows], `logit_rows` is int64 [sequences], 0 behind the step's own.
+    `token_ids` and `positions` are int64 [rows], `logit_rows` is int64 [sequences]; all are 0 after the step's own.
     """
 
     def __init__(self, dims: PlanDims, capacity: StaticCapacity) -> None:
@@ -88,7 +88,7 @@ class StaticPlans:
         self._lora = self._lora_tables() if capacity.rank else None
         self.attention: AttentionPlan | None = None
         self.lora: SgmvPlan | None = None
-        # What `lora` was made of: the adapter of each row, the adapters, and their weights.
+        # The arguments that `lora` was made from: the adapter of each row, the adapters, and their weights.
         self._made_of: tuple[Int32, tuple[PlacedAdapter, ...], tuple[float, ...]] = np.zeros(0, np.int32), (), ()
 
     def update(
@@ -107,12 +107,12 @@ class StaticPlans:
 
         Args:
             token_ids, positions: [T].
-            page_tables: [B, max pages], as `Ops.plan_attention` takes them.
-            places: of the rows, in these tables.
+            page_tables: [B, max pages], as in `Ops.plan_attention`.
+            places: places of the rows, according to these tables.
             work: the sequences, cut by the dimensions' `shape` and `group`.
             row_adapters: [T], index into `adapters`, or `BASE`.
             adapters: the placed adapters of the step.
-            weights: factor of what each adapter adds.
+            weights: factor of each adapter's delta.
             logit_rows: [S], rows whose logits are wanted.
         Raises:
             CapacityExceeded: the step does not fit.
@@ -141,8 +141,8 @@ class StaticPlans:
     def _update_lora(
         self, row_adapters: Int32, adapters: tuple[PlacedAdapter, ...], weights: tuple[float, ...]
     ) -> None:
-        """Write the adapters of a step, unless they are there already: placed adapters do not change, moved ones are
-        others.
+        """Write the adapters of a step, unless they are already written. Placed adapters never change; moved ones are
+        new objects.
         """
         known, placed, known_weights = self._made_of
         is_same = self.lora is not None and np.array_equal(row_adapters, known) and weights == known_weights
@@ -162,7 +162,7 @@ class StaticPlans:
     def _attention_tables(self, plan: AttentionPlan) -> AttentionTables:
         capacity = self._capacity
         small = capacity.small_items
-        # A tile whose keys are cut has two parts or more.
+        # A tile whose keys are cut has at least two parts.
         cut = (small // 2, small) if capacity.is_cut else (0, 0)
         most = AttentionCapacity(capacity.sequences, capacity.max_pages, small, capacity.long_items, *cut)
         made = AttentionTables(plan, self._dims.device, most)

@@ -1,9 +1,9 @@
-"""Compile Triton kernels before they are launched, in processes of their own, and count those that come later.
+"""Compile Triton kernels before they are launched, in separate processes, and count those that are compiled later.
 
-Triton compiles a kernel anew for each *key*: dtypes, constants, and which numbers are 1 or multiples of 16. `noted`
-collects the keys of launches instead of compiling and launching them; `load` lets processes compile those that are not
-in Triton's cache on disk, and loads all of them. Threads would gain nothing: 24 kernels took 5.5 s with one as with two
-on two cores, as the compiler holds Python's lock.
+Triton compiles a kernel for each *key*: dtypes, constants, and which numbers are 1 or multiples of 16. `noted` collects
+the keys of launches instead of compiling and launching them; `load` starts processes that compile the kernels missing
+in Triton's cache on disk, and loads all of them. Threads would not help: on two cores, 24 kernels took 5.5 s with one
+thread and with two, because the compiler holds the GIL.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from sgmv_kernels.backend import Progress
 
 COMMAND = (sys.executable, "-P", "-m", "sgmv_kernels.triton_ops.kernel_compiler")
 MOST_PROCESSES = 8
-"""Each imports torch, which takes seconds and half a gigabyte."""
+"""Most compiling processes: each imports torch, which takes seconds and half a gigabyte."""
 logger = logging.getLogger(__name__)
 
 
@@ -36,11 +36,11 @@ class KernelKey:
 
     module: str
     name: str
-    # As Triton writes it down.
+    # The key in Triton's serialized form.
     data: str
 
     def load(self) -> bool:
-        """Compile the kernel in this process or take it from the cache on disk; return whether it was there."""
+        """Compile the kernel in this process or load it from the cache on disk; return whether it was in the cache."""
         found: list[bool] = []
         with _listening(found):
             getattr(importlib.import_module(self.module), self.name).preload(self.data)
@@ -49,7 +49,7 @@ class KernelKey:
 
 @contextmanager
 def noted() -> Iterator[list[KernelKey]]:
-    """Note the keys of launches whose kernels are not loaded, each once, instead of launching them."""
+    """Record the keys of launches whose kernels are not loaded, each once, instead of launching them."""
     keys: dict[KernelKey, None] = {}
     made: list[KernelKey] = []
 
@@ -67,7 +67,7 @@ def noted() -> Iterator[list[KernelKey]]:
 
 
 def load(keys: Sequence[KernelKey], progress: Progress) -> None:
-    """Load kernels. Behind the first that is not on disk, processes compile them.
+    """Load kernels. From the first one that is not on disk, processes compile them.
 
     Raises:
         Exception: Triton cannot compile a kernel.
@@ -89,7 +89,7 @@ class LateKernels:
 
 
 def count_late() -> LateKernels:
-    """Return a count that grows from now on."""
+    """Return a counter of the kernels compiled or loaded from now on."""
     late = LateKernels()
 
     def note(*, fn: Any, **rest: object) -> None:
@@ -101,7 +101,7 @@ def count_late() -> LateKernels:
 
 
 class _Target:
-    """Stand for Triton's driver where a kernel is compiled and not launched: no GPU is touched."""
+    """Replace Triton's driver while a kernel is only compiled, so that no GPU is used."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -114,7 +114,7 @@ class _Target:
 
 
 def _compile_in_processes(keys: Sequence[KernelKey], progress: Progress) -> None:
-    """Let processes compile into Triton's cache on disk; log why, if one cannot."""
+    """Compile in processes, into Triton's cache on disk; if a process fails, log why."""
     what = f"compiling {len(keys)} kernels, once on this machine"
     progress(what, 0.0)
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(keys))
@@ -143,7 +143,7 @@ def _start(keys: Sequence[KernelKey]) -> "subprocess.Popen[str]":
 
 @contextmanager
 def _listening(found: list[bool]) -> Iterator[None]:
-    """Append of each kernel that is made in the block whether it was on disk."""
+    """Append, for each kernel loaded in the `with` block, whether it was on disk."""
 
     def listen(*, cache_hit: bool, **rest: object) -> None:
         found.append(cache_hit)
@@ -157,7 +157,7 @@ def _listening(found: list[bool]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Compile what standard input names: a target, and for each kernel its module, its name and its key."""
+    """Compile the kernels that standard input lists: a target, and for each kernel its module, its name and its key."""
     target, keys = json.load(sys.stdin)
     driver.set_active(_Target(GPUTarget(*target)))
     for key in keys:

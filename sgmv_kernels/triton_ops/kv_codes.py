@@ -1,4 +1,4 @@
-"""Pages of codes on a GPU: rotation by a Hadamard matrix, the write of keys and values."""
+"""Pages of codes on a GPU: rotation by a Hadamard matrix, and writes of keys and values."""
 
 import torch
 import triton
@@ -20,22 +20,22 @@ from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.triton_ops.common import MOST_REGISTERS, cast, dot, kernel, power_of_two
 
 ROWS = 16
-"""Token rows of a program, the fewest that `tl.dot` takes."""
+"""Token rows of a program, the fewest that `tl.dot` supports."""
 _LEVELS, _NIBBLE_LEVELS = tl.constexpr(LEVELS), tl.constexpr(NIBBLE_LEVELS)
 _LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
 _ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2^23: its sum with a small number is rounded to a whole one, to nearest even."""
+"""1.5 * 2^23: its sum with a small number is rounded to an integer, to nearest even."""
 
 
 def words_of(codes: Tensor) -> Tensor:
-    """Return codes [..., 4] as words [...], four to an int32."""
+    """Return codes [..., 4] as words [...], four in an int32."""
     return codes.view(torch.int32)[..., 0]
 
 
 def rope_write_codes(
     qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor, kv_heads: int
 ) -> Tensor:
-    """See `ops.Ops.rope_write_kv`, and `rope_queries` for no key heads; for pages of codes."""
+    """For pages of codes: see `ops.Ops.rope_write_kv`, or `rope_queries` if there are no key heads."""
     rows, dim = len(qkv), kv.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -93,7 +93,7 @@ def spread_bytes(words, N: tl.constexpr, M: tl.constexpr, COMPUTE: tl.constexpr)
 
 @kernel()
 def spread_nibbles(words, N: tl.constexpr, M: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the lower halves of the four bytes of each word [N, M], and behind them the upper: [4 N, 2 M]."""
+    """Return the lower halves of the four bytes of each word [N, M], followed by the upper halves: [4 N, 2 M]."""
     first = tl.join(_nibble(words, 0, COMPUTE), _nibble(words, 8, COMPUTE))
     third = tl.join(_nibble(words, 16, COMPUTE), _nibble(words, 24, COMPUTE))
     first_upper = tl.join(_nibble(words, 4, COMPUTE), _nibble(words, 12, COMPUTE))
@@ -109,7 +109,7 @@ def _nibble(words, PLACE: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[
 
 @kernel()
 def half_of(words, at):  # type: ignore[no-untyped-def]
-    """Return of each word, two bf16, the lower one where `at` is even, else the upper, fp32."""
+    """Return one of the two bf16 of each word as fp32: the lower one if `at` is even, else the upper one."""
     return ((words >> (at % 2 * 16)) << 16).to(tl.float32, bitcast=True)
 
 
@@ -128,7 +128,7 @@ def hadamard_matrix(SIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no
 def _rotated(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return heads x [ROWS, WIDTH] fp32 with every block of ROTATED numbers rotated.
 
-    A matrix of all numbers would not fit into registers: first SIDE neighbours are rotated, then what lies SIDE apart.
+    A matrix for all numbers would not fit into registers: first SIDE neighbours are rotated, then numbers SIDE apart.
     """
     side: tl.constexpr = 16 if WIDTH <= 256 else 32
     apart: tl.constexpr = WIDTH // side
@@ -162,7 +162,7 @@ def _rotate_heads_kernel(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _symmetric(x, ok):  # type: ignore[no-untyped-def]
-    """Return codes of a byte and scales of heads; see `kv_format.round_symmetric`."""
+    """Return the int8 codes and scales of heads; see `kv_format.round_symmetric`."""
     sizes = tl.where(ok, tl.abs(x), 0.0)
     is_finite = tl.sum(sizes, 1) < float("inf")
     largest = tl.max(tl.where(is_finite[:, None], sizes, 0.0), 1)
@@ -182,7 +182,7 @@ def _least(x, ok):  # type: ignore[no-untyped-def]
 
 @kernel()
 def _nibbles(x, least, factor, ok):  # type: ignore[no-untyped-def]
-    """Return codes of 4 bits, fp32, 0 where not `ok`; see `kv_format.round_range`."""
+    """Return 4-bit codes as fp32, 0 where not `ok`; see `kv_format.round_range`."""
     whole = ((x - least[:, None]) * factor[:, None] + _ROUNDING) - _ROUNDING
     bound = tl.minimum(tl.maximum(whole, 0.0), _NIBBLE_LEVELS * 1.0)
     return tl.where(ok & (whole == whole), bound, 0.0)
@@ -264,7 +264,7 @@ def _rope_write_codes_kernel(  # type: ignore[no-untyped-def]
             is_some = unit > _LEAST
             factor = tl.where(is_some, 1.0 / tl.where(is_some, unit, 1.0), 0.0)
             unit = tl.where(is_some, unit, 0.0)
-            # The two codes of a byte are far apart in a head: a product brings them together.
+            # The two codes of a byte are far apart in a head, so a matrix product combines them.
             pair = tl.arange(0, PAIRS_PAD)
             lower, upper = d[:, None] == pair[None, :], (d[:, None] == pair[None, :] + PAIRS) & (pair < PAIRS)[None, :]
             weights = tl.where(lower & (pair < PAIRS)[None, :], 1.0, tl.where(upper, 16.0, 0.0)).to(tl.bfloat16)

@@ -1,14 +1,13 @@
 """Base linears over quantized codes on a GPU: weights are unpacked into registers and multiplied by tensor cores.
 
-A program owns (rows, outputs, part of K). The product is that of the transposes: weights are its first operand, which
-tensor cores of sm90 take from registers, so what is unpacked never goes through shared memory. Codes become whole
-numbers by one OR, and weights by one multiply-add in the activations' dtype. So a weight is rounded as the activations
-are; int8, and int4 without a table, round its scale and offset before. Sums are fp32. With `split_k` over 1 a part's
-sums are a *plane*, and a second kernel adds the planes in order. Very many rows: the weight is dequantized to the
-activations' dtype and multiplied by cuBLAS.
+A program computes (rows, outputs, part of K). The operands are transposed: weights are the first operand, which tensor
+cores of sm90 read from registers, so unpacked weights never go through shared memory. One OR turns a code into an
+integer, and one multiply-add in the activations' dtype turns that into a weight. A weight is therefore rounded to that
+dtype; for int8, and for int4 without a table, its scale and offset are rounded before. Sums are fp32. With `split_k`
+above 1, a part's sums are a *plane*, and a second kernel adds the planes in order. For very many rows, the weight is
+dequantized to the activations' dtype and multiplied by cuBLAS.
 
-A row's result does not depend on the rows beside it; between numbers of rows with another configuration only closeness
-is claimed.
+A row's result does not depend on other rows. Results for numbers of rows with different configurations are only close.
 
 Source: codes as the mantissa of a float by one OR, Kim et al. 2022 ("Who says elephants can't run"); split K for few
 rows, GemLite and the split-K kernels of Hoque et al. 2024, here with planes instead of atomics; weights as the operand
@@ -47,26 +46,26 @@ from sgmv_kernels.triton_ops.weight_packing import (
 )
 
 BITS = {INT8_LEVELS: 8, INT4_LEVELS: 4, Q3H_LEVELS: 3}
-"""Bits by which configurations name the levels."""
+"""Bits that stand for the levels in configurations."""
 _INT8 = tl.constexpr(INT8_LEVELS)
 _INT4 = tl.constexpr(INT4_LEVELS)
 _RUN = tl.constexpr(RUN)
 ADD_BLOCK = 1024
 UNPACK_ROWS, UNPACK_CODES = 16, 128
-"""What a program dequantizes, except q3h, which takes a run at a time."""
+"""Size of the piece that a program dequantizes, except for q3h, where it is a run."""
 LEAST_STEPS = 2
-"""Steps of a part of the sum: with one there is no loop, whose loads are copied ahead, and q3h spills registers."""
+"""Fewest steps of a part of the sum: with one, there is no loop that prefetches its loads, and q3h spills registers."""
 BLAS_BYTES = 256 << 20
-"""Most bytes of a weight that are dequantized at a time: the head of a large vocabulary is a gigabyte."""
+"""Most bytes of a weight that are dequantized at a time: the head of a large vocabulary has a gigabyte."""
 new_planes = torch.empty
-"""Allocator of the planes; tests replace it by one that fills them with NaN."""
+"""Allocator of the planes; tests replace it with one that fills them with NaN."""
 
 
 @dataclass(frozen=True)
 class TritonLinear:
     """Hold a quantized linear packed for a GPU; see `PackedLinear`."""
 
-    # [P, O, B], packed by `triton_ops.weight_packing`, as the words.
+    # [P, O, B], packed by `triton_ops.weight_packing`, like the words.
     codes: Tensor
     # [W, O] int64: scales and minima of one or two tiles.
     words: Tensor
@@ -76,9 +75,9 @@ class TritonLinear:
     group: int
     in_features: int
     out_features: int
-    # What words hold: `MINIMA`, `ZEROS`, `SCALES` or `STEPS`.
+    # Content of the words: `MINIMA`, `ZEROS`, `SCALES` or `STEPS`.
     factors: int = MINIMA
-    # The table that codes choose from, as two int64; None for the codes themselves.
+    # The table that codes select from, as two int64; None if the codes are the values.
     table: tuple[int, int] | None = None
     # [H] int64: input of each column of the codes, as in `GroupQuantizedWeight`, and column of each input.
     order: Tensor | None = None
@@ -130,13 +129,13 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
         return through_blas(x, packed)
     config = linear_config(name, bits, packed.group, len(x), packed.out_features)
     if x.dtype == torch.float32:
-        # Tiles of twice the bytes.
+        # These tiles have twice the bytes.
         config = replace(config, block_m=min(config.block_m, 32), stages=2)
     return through_tiles(x, packed, config)
 
 
 def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:
-    """Dequantize to x's dtype and multiply by torch."""
+    """Dequantize to x's dtype and multiply with torch."""
     y = torch.empty((len(x), packed.out_features), dtype=x.dtype, device=x.device)
     piece = max(UNPACK_ROWS, BLAS_BYTES // (packed.in_features * x.dtype.itemsize))
     for start in range(0, packed.out_features, piece):
@@ -150,7 +149,7 @@ def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:
 
 
 def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tensor:
-    """Multiply with codes that are unpacked in registers."""
+    """Multiply by codes that are unpacked in registers."""
     rows, out = len(x), packed.out_features
     y = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if not rows:

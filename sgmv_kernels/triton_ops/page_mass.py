@@ -1,9 +1,9 @@
-"""Add up the attention that pages get on a GPU.
+"""Sums of the attention to each page on a GPU.
 
-A program owns one observed row for one key head and a part of its keys; the query heads that share the key head are the
-rows of its tile. It runs twice: first every part writes the largest score and the sum of its heads, then scores are
-computed again, and each page gets its weights. So nothing is added by two programs, and a row's bits depend on its own
-length only.
+A program computes one observed row for one key head and a part of its keys; the query heads that share the key head are
+the rows of its tile. The kernel runs twice: first every part writes the largest score and the sum of its heads, then
+scores are computed again, and each page gets its weights. No two programs add to the same number, and a row's bits
+depend only on its own length.
 
 Speed on a GPU is NOT MEASURED yet.
 """
@@ -34,9 +34,9 @@ _ITEM, _SUMS = tl.constexpr(ITEM_INTS), tl.constexpr(SUMS)
 
 @dataclass(frozen=True, slots=True)
 class ObservedParts:
-    """Hold the parts of observed rows: items [I, 7] int32, and for the sums of each part [I, heads, 2] fp32.
+    """Hold the parts of observed rows: items [I, 7] int32, and memory for the sums of each part [I, heads, 2] fp32.
 
-    An item is sequence, row of the step, place among the observed rows, first key, end of keys, first part of the row,
+    An item is: sequence, row of the step, index among the observed rows, first key, end of keys, first part of the row,
     number of its parts.
     """
 
@@ -58,7 +58,7 @@ def add_page_mass_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPl
     keys = kv.keys
     if is_coded:
         q, keys = rotate_heads(q, torch.empty_like(q)), words_of(keys)
-    # Pages of floats have no scales: any address serves.
+    # Pages of floats have no scales: any address can be passed.
     key_scales = kv.parts.get(KEY_SCALES, keys)
     for is_first in (True, False):
         _page_mass_kernel[(len(parts.items), kv.num_heads)](
@@ -97,7 +97,7 @@ def add_page_mass_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPl
 def _parts(
     masses: PageMasses, plan: AttentionPlan, split_tokens: int, heads: int, device: torch.device
 ) -> ObservedParts:
-    """Cut the keys of every observed row by their number."""
+    """Cut the keys of every observed row into parts, depending only on their number."""
     sequence = np.repeat(np.arange(len(masses.counts)), masses.counts)
     place = np.arange(len(sequence))
     behind = np.cumsum(masses.counts)[sequence] - place
@@ -182,7 +182,7 @@ def _page_mass_kernel(  # type: ignore[no-untyped-def]
     for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
         at = n + tile * BLOCK_N
         key_ok = (at >= begin) & (at < end)
-        # Read a tile ahead, without a mask, and keys by whole pages: see `attention`.
+        # Page ids are read one tile ahead, without a mask, and keys by whole pages: see `attention`.
         page = next_page.to(tl.int64)
         next_page = tl.load(table + (at + BLOCK_N) // PAGE)
         page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < num_pages)

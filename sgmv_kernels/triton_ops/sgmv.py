@@ -1,18 +1,19 @@
-"""SGMV on a GPU in two launches a site, without memset or atomics.
+"""SGMV on a GPU in two launches per site, without memset or atomics.
 
-Shrink: a program owns (chunk of rows, panels, part of K) and writes fp32 partial sums, a *plane* a part. Expand: a
-program owns (chunk, tile of columns), adds the planes up, scales, multiplies with B, adds to y in place. Few rows, as
-of a decode step, come in chunks of two or four, which expand multiplies without tensor cores, whose tiles have 16 rows.
+Shrink: a program computes (chunk of rows, panels, part of K) and writes fp32 partial sums, a *plane* for each part.
+Expand: a program computes (chunk, tile of columns): it adds the planes, scales, multiplies by B, and adds to y in
+place. Few rows, as in a decode step, are in chunks of two or four, which expand multiplies without tensor cores, whose
+tiles have 16 rows.
 
-What holds bit for bit, for one device table and one site: a row's result does not depend on the order of rows, on the
-other rows or adapters of the batch, on where panels lie, nor on exact or capacity tables of the same block sizes. The
-order of fp32 additions over K belongs to the site: `split_k` sums of consecutive parts, which one program adds up in
-order, and expand those of as many programs. Between numbers of rows with another `block_m` only closeness is claimed.
+For one device table and one site, a row's result does not depend, bit for bit, on the order of rows, on other rows or
+adapters of the batch, on the places of panels, or on the use of exact or capacity tables of the same block sizes. The
+order of fp32 additions over K is fixed by the site: `split_k` sums of consecutive parts, added in order, either by one
+program of shrink or by expand. Results for numbers of rows with a different `block_m` are only close.
 
-A segment's panels are in the plan's dtype or int8 codes, and its chunk says which: both forms may be in one launch.
+A segment's panels are in the plan's dtype or int8 codes, as its chunk says: both forms may be in one launch.
 
-Half-precision weights are multiplied as they are in shrink, int8 codes in the same precision, which holds them exactly;
-in expand the fp32 sums are kept for few rows, and have 11 bits of mantissa (tf32) for many.
+In shrink, half-precision weights are multiplied unchanged, and int8 codes in the same precision, which represents them
+exactly. In expand, the fp32 sums are used as they are for few rows, and with 11 bits of mantissa (tf32) for many.
 
 Source: SGMV, Punica (Chen et al. 2023); split sums as planes that expand adds up, and slices flattened into one list of
 tiles, SGLang's triton_v2; true ranks, S-LoRA (Sheng et al. 2023).
@@ -39,7 +40,7 @@ _MOST_R = tl.constexpr(64)
 LEAST_ROWS = 16
 """Rows of a tensor core's product."""
 new_planes = torch.empty
-"""Allocator of the planes; tests replace it by one that fills them with NaN."""
+"""Allocator of the planes; tests replace it with one that fills them with NaN."""
 
 
 def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> TritonTables:
@@ -250,7 +251,7 @@ def _sums(  # type: ignore[no-untyped-def]
             a_block = tl.load(a_tile + at, mask=rank_ok[None, :] & (at + k < K)[:, None], other=0.0)
         part_sum = dot(x_block.to(COMPUTE), a_block.to(COMPUTE), part_sum, PRECISION)
         if PARTS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            # The end of a part: what another program would have written as a plane of its own.
+            # The end of a part, whose sum would otherwise be another program's plane.
             if (step + 1) % STEPS == 0:
                 total_sum += part_sum
                 part_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
@@ -263,10 +264,10 @@ def _sums(  # type: ignore[no-untyped-def]
 def _tile_of(  # type: ignore[no-untyped-def]
     record, panels, tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the rank and width of a tile's slice, where its columns and ranks begin, the tile's columns within it, and
-    the places of the panels of scales and of its B.
+    """Return the rank and width of a tile's slice, the start of the slice's columns and ranks, the tile's columns
+    within the slice, and the places of the panels of scales and of the slice's B.
 
-    Tiles of all slices are in one list: no program is launched for missing columns of a narrow slice.
+    Tiles of all slices are in one list, so that no program is launched for missing columns of a narrow slice.
     """
     r0, r1, r2 = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
@@ -328,14 +329,14 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     row_ok, column_ok = m < count, column < width
     rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
     scale = scales + tl.load(scale_panel).to(tl.int64) * _SCALE_UNIT + rank_at
-    # Loaded as one tensor: of planes that are added one by one, each would be shared out to the warps on its own.
+    # Loaded as one tensor: if planes were added one by one, each would be distributed to the warps separately.
     plane = tl.arange(0, PLANES_PAD)
     plane_ok = plane < PLANES
     v_rows = v + (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)[:, :, None] * rank_stride + rank_at
     target = y + rows[:, None] * ROW + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
-    # A loop of one turn is none, and all its loads go out at once.
+    # A loop with one iteration is removed, and all its loads are issued at once.
     for block in tl.range(1 if block_r == RANKS else as_bound((rank + block_r - 1) // block_r), num_stages=1):
         at = block * block_r + r
         rank_ok = at < rank
@@ -377,7 +378,7 @@ def _expand_few_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Do as `_expand_kernel`, for chunks of few rows."""
+    """Do the same as `_expand_kernel`, for chunks of few rows."""
     chunk = ints + tl.program_id(0) * _CHUNK
     count = tl.load(chunk + 1)
     if count == 0:
@@ -402,7 +403,7 @@ def _expand_few_kernel(  # type: ignore[no-untyped-def]
     target = y + rows[:, None] * ROW + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
-    # All loads of few ranks go out at once.
+    # With few ranks, all loads are issued at once.
     unrolled: tl.constexpr = RANKS // _PANEL if RANKS <= _MOST_R else 1
     panels_of_slice = (rank + _PANEL - 1) // _PANEL
     for turn in tl.range(1 if RANKS <= _MOST_R else as_bound(panels_of_slice), num_stages=1):

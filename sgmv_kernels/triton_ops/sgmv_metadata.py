@@ -1,16 +1,16 @@
-"""A step's SGMV tables on a GPU: one packed int32 buffer, one copy a step.
+"""A step's SGMV tables on a GPU: one packed int32 buffer, one copy per step.
 
-    chunks       [C, 5]  where in the permutation, rows, segment, 1 if its panels are int8 codes, bits of its factor;
-                         a segment is cut into chunks of `block_m` rows
+    chunks       [C, 5]  start in the permutation, number of rows, segment, 1 if its panels are int8 codes, bits of its
+                         factor; a segment is cut into chunks of `block_m` rows
     permutation  [T]
     records      [L, sites, S, 4]   see `metadata.sgmv_tables`
     panels       [N]                see `metadata.sgmv_tables`
 
-Chunks are cut on the host, so that a skewed batch launches no programs for missing rows. Two forms:
+Chunks are cut on the host, so that a skewed batch launches no programs for missing rows. There are two forms:
 
-- exact: sized for one step, made afresh each step.
-- capacity: sized once; `update` rewrites the same device memory. Sections, grid, planes and their width depend on the
-  capacity alone, so a CUDA graph captured with one mix of adapters replays with another, with more, fewer or none:
+- exact: sized for one step, and new in each step.
+- capacity: sized once; `update` rewrites the same device memory. Sections, grid, planes and their width depend only on
+  the capacity, so a CUDA graph captured with some adapters can be replayed with others, with more, fewer or none:
   chunks that a step does not use have no rows, and their programs end at the first load.
 
 Source: chunked segments, SGLang's csgmv; the tail reset every step, its bug 28371; one packed buffer, its triton_v2.
@@ -32,10 +32,10 @@ from sgmv_kernels.triton_ops.common import host_ints, section, sections
 
 CHUNK_INTS = 5
 RANK_STEP = 16
-"""Planes are as wide as the highest rank rounded up to this: fewer shapes to compile for, aligned rows."""
+"""The width of planes is the highest rank rounded up to this, for fewer compiled shapes and aligned rows."""
 
 EXPAND_RANKS = (16, 64, 128)
-"""Ranks of a slice that expand is compiled for; higher ones are as the last."""
+"""Ranks of a slice that expand is compiled for; higher ranks use the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Capacity:
 
 
 class TritonTables:
-    """SGMV tables of one step on the device. Use `exact` or `for_capacity`.
+    """Hold the SGMV tables of one step on the device. Create them with `exact` or `for_capacity`.
 
-    For a graph: `held = for_capacity(...)`; capture `sgmv.sgmv_` with `replace(plan, prepared=held)`; each step
+    For a graph: `held = for_capacity(...)`; capture `sgmv.sgmv_` with `replace(plan, prepared=held)`; in each step
     `held.update(tables)`, then replay, on one stream. Rows that pad a batch are rows of the base.
 
     `chunk_grid` is the number of launched chunks. Offsets count ints from the start of `ints`.
@@ -74,10 +74,10 @@ class TritonTables:
         self.chunks_at, self.permutation_at, self.records_at, self.panels_at = starts
         self.layers = layers
         self.ints: Tensor | None = None
-        # [layer][site], of exact tables: the highest rank, slices together, and of a slice.
+        # [layer][site], in exact tables: the highest rank over all slices together, and of one slice.
         self._ranks: list[list[int]] | None = None
         self._slice_ranks: list[list[int]] = []
-        # Of exact tables only: steps with vectors have no graph.
+        # Only in exact tables: steps with vectors have no graph.
         self.vectors: VectorTables | None = None
 
     @classmethod
@@ -108,10 +108,10 @@ class TritonTables:
         return made
 
     def update(self, tables: SgmvTables) -> None:
-        """Copy a step's tables to the device, in one copy that the host does not wait for.
+        """Copy a step's tables to the device, in one asynchronous copy.
 
         Raises:
-            CapacityExceeded: the step does not fit; nothing has been changed.
+            CapacityExceeded: the step does not fit; nothing was changed.
         """
         chunks = chunks_of(tables, self.block_m)
         self._check(tables, chunks)
@@ -133,13 +133,13 @@ class TritonTables:
         return self.records_at + (layer * len(self.sites) + site) * self.capacity.max_segments * RECORD_INTS
 
     def rank(self, layer: int, site: int) -> int:
-        """Return the columns of the planes at a site: the highest rank there, rounded up."""
+        """Return the width of the planes at a site: the highest rank there, rounded up."""
         if self._ranks is None:
             return _padded(self.capacity.max_rank * len(self.sites[site].out_features), RANK_STEP)
         return _padded(self._ranks[layer][site], RANK_STEP)
 
     def expand_ranks(self, layer: int, site: int) -> int:
-        """Return the one of `EXPAND_RANKS` that the highest rank of a slice at a site belongs to."""
+        """Return the entry of `EXPAND_RANKS` for the highest rank of a slice at a site."""
         highest = self.capacity.max_rank if self._ranks is None else self._slice_ranks[layer][site]
         return next((ranks for ranks in EXPAND_RANKS if highest <= ranks), EXPAND_RANKS[-1])
 

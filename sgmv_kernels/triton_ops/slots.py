@@ -45,7 +45,7 @@ def _copy_slots_kernel(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do all moves of some units of one layer in order: each thread reads and writes its own units only."""
+    """Do all moves of some units of one layer in order; each thread reads and writes only its own units."""
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = unit < UNITS
     own = slab + tl.program_id(0).to(tl.int64) * layer

@@ -1,7 +1,7 @@
-"""Weights out of codes, in a GPU's registers: what the kernels of base linears share.
+"""Conversion of codes to weights in a GPU's registers, shared by the kernels of base linears.
 
-A code becomes a whole number by one OR, as the mantissa of a float, and a weight by one multiply-add in the dtype of
-activations. Each function has a form for Triton's interpreter, which runs no instructions of a GPU.
+One OR turns a code into an integer, as the mantissa of a float, and one multiply-add in the dtype of activations turns
+that into a weight. Each function has a second form for Triton's interpreter, which cannot run GPU instructions.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _written(text: str, words: dict[str, str]) -> Any:
 _INT4_BF16, _INT4_FP16 = _written(_INT4_TEXT, _BF16_WORDS), _written(_INT4_TEXT, _FP16_WORDS)
 """Two bytes of int4, and scales and offsets of both halves -> two weights of the first half and two of the second.
 
-A code becomes the mantissa of 128 + code (fp16: 1024 + code), from which 136 (1032) is taken exactly.
+A code becomes the mantissa of 128 + code (fp16: 1024 + code), from which 136 (1032) is subtracted exactly.
 """
 _INT8_BF16 = tl.constexpr("""{ .reg .b32 pair, low, sign, minus, none;
 mov.b32 minus, 0xBF80BF80; mov.b32 none, 0x80008000;
@@ -49,7 +49,7 @@ mov.b32 one, 0x3C003C00; mov.b32 off, 0xE480E480; mov.b32 none, 0x80008000;
 cvt.u32.u16 pair, $1; prmt.b32 pair, pair, 0, 0x4140;
 lop3.b32 pair, pair, 0x00800080, 0x64006400, 0xBE;
 fma.rn.f16x2 pair, pair, one, off; fma.rn.f16x2 $0, pair, $2, none; }""")
-"""Two bytes of int8 and their scales -> two weights. bf16: 128 + the low seven bits, less 128 or, by the sign, 256."""
+"""Two bytes of int8 and their scales -> two weights. bf16: 128 + the low seven bits, minus 128, or 256 if negative."""
 
 
 def _weights_of_int4_interpreted(stored: Any, scale: Any, offset: Any, scale2: Any, offset2: Any, compute: Any) -> Any:
@@ -115,5 +115,5 @@ def halves_of(stored, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel()
 def number_of(code):  # type: ignore[no-untyped-def]
-    """Turn int32 codes below 128 into fp32, plus 128: a code is the mantissa, so nothing is converted."""
+    """Return int32 codes below 128 as fp32 of 128 + code: the code is the mantissa, so no conversion is needed."""
     return ((code << 16) | _FP32_128).to(tl.float32, bitcast=True)

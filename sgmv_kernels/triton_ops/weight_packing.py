@@ -1,27 +1,29 @@
-"""Codes as the GPU's kernels read them. Shapes: O out, H in, T tiles of a row, G groups of a row.
+"""Layout of codes for the GPU kernels. Shapes: O out, H in, T tiles of a row, G groups of a row.
 
-A *tile* is what a kernel multiplies at once, in two halves: 64 codes for groups of 32, else a group, or 128 codes of a
-longer one. Rows are padded to whole tiles. Tiles of neighbouring outputs lie side by side, so that what a program reads
-at once is one piece of memory:
+A *tile* is the codes that a kernel multiplies at once, in two halves: 64 codes for groups of 32, else a group, or 128
+codes of a longer group. Rows are padded to whole tiles. Tiles of neighbouring outputs are adjacent, so that a program
+reads one contiguous piece of memory at a time:
 
-    int8  [T, O, tile] int8: as they come
-    int4  [T, O, tile / 2] uint8: a byte holds a code of the first half of its tile and, above it, one of the second
-    q3h   [N, O, tile / 2] uint8, a tile being a group: a 7-bit pair is first + 11 * second, of the two halves as well.
+    int8  [T, O, tile] int8: in order
+    int4  [T, O, tile / 2] uint8: a byte holds a code of the first half of its tile in its lower bits, and one of the
+          second half in its upper bits
+    q3h   [N, O, tile / 2] uint8, where a tile is a group: a 7-bit pair is first + 11 * second, also of the two halves.
           Eight groups take seven planes: the low bits of plane j are the pairs of group j, its top bits are bit j of
           the pairs of the eighth group. Groups left over at the end of a row have a plane each: N = 7 (G // 8) + G % 8
 
-So a half of a tile is one operand of a product: what is unpacked never has to change its place in registers.
+Half a tile is therefore one operand of a product, and unpacked codes never have to move between registers.
 
-Scales and minima are fp16 fields of int64 *words*, [W, O], so that neighbouring outputs lie side by side and one copy
-brings all of them. A word serves one tile of int4 in groups of 32, else two tiles; the lowest field first:
+Scales and minima are fp16 fields of int64 *words*, [W, O], so that those of neighbouring outputs are adjacent and one
+copy loads all of them. A word has the fields of one tile for int4 in groups of 32, else of two tiles; the lowest field
+first:
 
     int8                  of each tile the scale of its first half and that of its second
     int4 in groups of 32  scale and minimum of the first half, scale and minimum of the second
     else                  of each tile its scale and minimum
 
-Where a weight has zeros, they stand in for minima, as fp16. Codes with a table have an fp32 scale in place of both,
-with its step multiplied in. Codes of int4 with steps have four bytes in the low half of a word, scale and minimum of
-the first half of the tile and of the second, then the steps of scales and of minima.
+If a weight has zeros, they take the place of minima, as fp16. Codes with a table have an fp32 scale in place of both,
+multiplied by its step. Codes of int4 with steps have four bytes in the low half of a word (scale and minimum of the
+first half of the tile and of the second), then the steps of scales and of minima.
 """
 
 import torch
@@ -37,10 +39,10 @@ from sgmv_kernels.triton_ops.common import kernel
 RUN = 8
 """Groups of q3h that share seven planes."""
 MINIMA, ZEROS, SCALES, STEPS = range(4)
-"""What words hold: fp16 scales and minima, or zeros; fp32 scales; bytes and their steps."""
+"""Content of words: fp16 scales and minima, or zeros; fp32 scales; bytes and their steps."""
 _ZEROS, _SCALES, _STEPS = tl.constexpr(ZEROS), tl.constexpr(SCALES), tl.constexpr(STEPS)
 LEAST_GROUP = 32
-"""Smallest group: what one product of bytes takes at once."""
+"""Smallest group: the size of one byte product."""
 LEAST_TILE, MOST_TILE = 64, 128
 WORD_FIELDS = 4
 
@@ -49,7 +51,7 @@ def check_codes(codes: GroupQuantizedWeight) -> None:
     """Check that the kernels have tiles for groups of this size, and words for these factors.
 
     Raises:
-        KernelArgumentError: they have none.
+        KernelArgumentError: they do not have them.
     """
     group, has_offsets = codes.group, codes.minima is not None or codes.zeros is not None
     has_steps = codes.steps is not None and codes.levels == INT4_LEVELS and group == LEAST_GROUP
@@ -65,7 +67,7 @@ def check_codes(codes: GroupQuantizedWeight) -> None:
 
 
 def tile_of(levels: int, group: int) -> int:
-    """Return the codes of a tile."""
+    """Return the number of codes of a tile."""
     return group if levels == Q3H_LEVELS else min(max(group & -group, LEAST_TILE), MOST_TILE)
 
 
@@ -90,7 +92,7 @@ def pack_codes(codes: GroupQuantizedWeight) -> Tensor:
 
 
 def word_tiles(levels: int, group: int) -> int:
-    """Return the tiles that a word serves."""
+    """Return the number of tiles whose factors are in one word."""
     return 1 if levels == INT4_LEVELS and group < LEAST_TILE else 2
 
 
@@ -122,7 +124,7 @@ def _words_of_steps(codes: GroupQuantizedWeight) -> Tensor:
 
 
 def pack_table(table: Tensor) -> tuple[int, int]:
-    """Return the 16 bytes of a table as two int64, the first entries lowest."""
+    """Return the 16 bytes of a table as two int64, with the first entries in the lowest bytes."""
     low, high = table.cpu().view(torch.int64).tolist()
     return low, high
 
@@ -147,7 +149,7 @@ def byte_of(word, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel()
 def scale_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scales of words, for one of the two places that a word has for them."""
+    """Return the scales in words, from one of the two fields that a word has for them."""
     if FACTORS == _SCALES:
         scale = ((word >> (32 * HALF)) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     elif FACTORS == _STEPS:
@@ -159,7 +161,7 @@ def scale_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[n
 
 @kernel()
 def least_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the minima of words beside such scales."""
+    """Return the minima in words, which follow these scales."""
     if FACTORS == _ZEROS:
         least = -field_of(word, 2 * HALF + 1) * field_of(word, 2 * HALF)
     elif FACTORS == _STEPS:
@@ -171,6 +173,6 @@ def least_of(word, HALF: tl.constexpr, FACTORS: tl.constexpr):  # type: ignore[n
 
 @kernel()
 def entries_of(code, LOW: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the entries of a table that int32 codes choose, int8."""
+    """Return the entries of a table that int32 codes select, int8."""
     half = tl.where(code < 8, tl.full(code.shape, LOW, tl.int64), tl.full(code.shape, HIGH, tl.int64))
     return ((half >> ((code & 7) * 8)) & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True)
