@@ -1,1 +1,1 @@
-"""LLVM vector intrinsics used by the kernels."""
+"""LLVM vector intrinsics that the kernels use."""

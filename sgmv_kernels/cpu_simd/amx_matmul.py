@@ -1,9 +1,9 @@
-"""Define products of 16 rows with two tiles of weights in AMX registers, for Numba kernels on processors with AMX.
+"""Products of 16 rows with two tiles of weights in AMX registers, for Numba kernels on processors with AMX.
 
 An AMX register is a matrix of up to 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 rounded activations
-by a block of a tile, whose lines are the rows of the second matrix; `vpdpbusd` would be needed 128 times. Its sums are
-whole numbers, and are scaled and added as in `quant_matmul.make_product`, so results have the same bits. Addresses and
-strides are int64, in bytes. Source: Intel's Software Developer's Manual, TDPBSUD.
+by a block of a tile, whose lines are the rows of the second matrix; this would take 128 `vpdpbusd` instructions. The
+sums are integers, and are scaled and added as in `quant_matmul.make_product`, so results have the same bits. Addresses
+and strides are int64, in bytes. Source: Intel's Software Developer's Manual, TDPBSUD.
 """
 
 from collections.abc import Callable
@@ -36,11 +36,11 @@ TILE_BLOCK = TILE * CODE_BLOCK
 """Bytes of a block of a tile, line after line."""
 _TILE_SUMS = AMX_ROWS * LINE
 BLOCK_SUMS = TILES_AT_ONCE * _TILE_SUMS
-"""Bytes of the sums of a block, int32: of the first tile, then of the second."""
+"""Bytes of the int32 sums of a block, for the first and then for the second tile."""
 AMX_CONFIG = 64
 _ROWS = 0
 _SUMS, _WEIGHTS = range(1, 1 + TILES_AT_ONCE), range(1 + TILES_AT_ONCE, 1 + 2 * TILES_AT_ONCE)
-"""AMX registers, the second and third kind for each tile."""
+"""Numbers of AMX registers; the second and third kind have one for each tile."""
 _SHAPES = {
     _ROWS: (AMX_ROWS, CODE_BLOCK),
     **dict.fromkeys(_SUMS, (AMX_ROWS, LINE)),
@@ -65,9 +65,7 @@ def _pointer(b: Any, address: Value) -> Value:
 
 @intrinsic
 def configure_amx(typingctx, config):  # type: ignore[no-untyped-def]
-    """Give the registers of this thread their shapes; `AMX_CONFIG` bytes at `config` are overwritten, and free again
-    afterwards.
-    """
+    """Set the shapes of this thread's registers; `AMX_CONFIG` bytes at `config` are used temporarily."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         if HAS_AMX:
@@ -85,7 +83,7 @@ def configure_amx(typingctx, config):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def end_amx(typingctx):  # type: ignore[no-untyped-def]
-    """Clear the registers of this thread, so that the system need not keep them."""
+    """Clear the registers of this thread, so that the system does not have to save them."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         if HAS_AMX:
@@ -129,12 +127,12 @@ def make_amx_product(kind: str) -> Callable[..., Any]:
     """product(x, u, codes, next_codes, data, next, groups, group, stored, soon, share, start, start_bytes, out,
     out_bytes, sums): out[i, :] = start[i, :] + x[i] @ tiles for `AMX_ROWS` rows.
 
-    `x`, `u`: rounded activations and units of a group of rows. `codes`: those of the first tile's groups as `unpack`
-    writes them, the second's `next_codes` bytes on. The tiles themselves, whose groups have `stored` bytes of codes
-    before their factors, lie at `data`, and `next` bytes on. What comes next lies at `soon`: every block of each tile
-    prefetches `share` bytes of it. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE * TILE],
-    `start_bytes` and `out_bytes` from row to row. `sums`: room for `BLOCK_SUMS` bytes a block. The products of all
-    blocks come first, and all scaling and adding behind them: taken in turns, both are slower.
+    `x`, `u`: rounded activations and units of a group of rows. `codes`: codes of the first tile's groups as `unpack`
+    writes them; those of the second are `next_codes` bytes further. The tiles themselves are at `data`, and `next`
+    bytes further; their groups have `stored` bytes of codes before their factors. The data that is read next is at
+    `soon`: every block of each tile prefetches `share` bytes of it. `start`, `out`: fp32 [AMX_ROWS, TILES_AT_ONCE *
+    TILE], with `start_bytes` and `out_bytes` from row to row. `sums`: memory for `BLOCK_SUMS` bytes per block. The
+    products of all blocks are computed before all scaling and adding: alternating is slower.
     """
     codes_kind = CODES[kind]
 

@@ -1,6 +1,6 @@
-"""Define vector functions of rows for Numba kernels: parts of softmax, norms, gates, rotation.
+"""Vector functions of rows for Numba kernels: parts of softmax, norms, gates, rotation.
 
-As in `cpu_simd.matmul`, addresses are int64, vectors fp32, and the order of a sum depends on its length only.
+As in `cpu_simd.matmul`, addresses are int64, vectors fp32, and the order of a sum depends only on its length.
 """
 
 import math
@@ -28,7 +28,7 @@ def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def fill(typingctx, x, n, value):  # type: ignore[no-untyped-def]
-    """Set x[h] = value for h < n. A loop over single numbers would become stores to scattered addresses."""
+    """Set x[h] = value for h < n. LLVM would compile a loop over single numbers to scattered stores."""
 
     def body(emit: Emitter, at: Value, x: Value, n: Value, value: Value) -> None:
         emit.store(emit.splat(value), x, at)
@@ -38,7 +38,7 @@ def fill(typingctx, x, n, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
-    """Return the largest of n numbers that are not NaN, -inf of none."""
+    """Return the largest of those of n numbers that are not NaN; -inf if there are none."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -67,7 +67,7 @@ def row_peak(typingctx, x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
-    """Replace x[h], which is not above the maximum, by exp(x[h] - maximum), and return the sum."""
+    """Replace x[h], which must not exceed the maximum, by exp(x[h] - maximum), and return the sum."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -83,7 +83,7 @@ def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
-    """Add delta[h] to x[h] for h < n if delta is an address and not 0; returns the sum of squares of x."""
+    """Add delta[h] to x[h] for h < n, unless the address `delta` is 0; return the sum of squares of x."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, delta, n = args
@@ -216,7 +216,7 @@ def gelu_of(typingctx, x, n, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def sloped(typingctx, x, n, slope, first):  # type: ignore[no-untyped-def]
-    """Add slope * (first + h) to x[h] for h < n; the sums of whole numbers are exact below 2^24."""
+    """Add slope * (first + h) to x[h] for h < n; sums of integers are exact below 2^24."""
 
     def body(emit: Emitter, at: Value, x: Value, n: Value, slope: Value, first: Value) -> None:
         b = emit.b
@@ -256,7 +256,7 @@ def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def keep_below(typingctx, x, n, limit):  # type: ignore[no-untyped-def]
-    """Replace those of n numbers by 0 that are NaN, or not between -limit and limit; returns 0 if there are none."""
+    """Replace those of n numbers by 0 that are NaN or not between -limit and limit; return 0 if there are none."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, limit = args

@@ -1,7 +1,7 @@
-"""Functions that kernels are made of, for Numba: kept as LLVM code, which a kernel takes in and optimizes.
+"""Functions that Numba kernels consist of: kept as LLVM code, which a kernel includes and optimizes.
 
-`njit` would optimize every function, make machine code of it, and wrap it for Python, before its callers take in its
-LLVM code and do so again: the kernel of attention took 5.0 s to compile that way, 1.8 s this way.
+`njit` would optimize every function, compile it to machine code and wrap it for Python, before its callers include its
+LLVM code and do the same again: the attention kernel took 5.0 s to compile in that way, and takes 1.8 s in this way.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.typed_passes import NativeLowering
 
 _REFUSED = ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
-"""What Python gets to call instead: a part has no machine code."""
+"""Address that Python would call, which raises an error: a part has no machine code."""
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
     """Hold the LLVM code of a part, and of the parts that it calls."""
 
     def finalize(self) -> None:
-        """Link and tidy up; the kernel's own library optimizes."""
+        """Link and clean up; the kernel's own library optimizes."""
         self._raise_if_finalized()
         for library in dict.fromkeys(self._linking_libraries):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)

@@ -1,8 +1,8 @@
-"""Define vector functions of KV pages of codes for Numba: rotation, rounding, products of codes with rounded numbers.
+"""Vector functions of KV pages of codes for Numba: rotation, rounding, products of codes with rounded numbers.
 
-Addresses are int64, strides in bytes. Queries and weights are rounded to whole numbers of 15 bits and multiplied with
-the codes of a page exactly, so that sums are equal on every instruction set. Four neighbours of a rounded row are eight
-bytes: an upper byte of each, then a lower byte of each; or, where the processor has no product of bytes that cannot
+Addresses are int64, strides are in bytes. Queries and weights are rounded to integers of 15 bits and multiplied exactly
+by the codes of a page, so that sums are equal on every instruction set. Four neighbours of a rounded row are eight
+bytes: the upper byte of each, then the lower byte of each; or, if the processor has no byte products that cannot
 overflow, int16 in the order 0 2 1 3.
 """
 
@@ -29,13 +29,13 @@ from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value
 from sgmv_kernels.formats.kv_format import NIBBLE_LEVELS
 
 QUERY_LEVELS = 127 * 128
-"""Largest whole number of a query: 128 times a signed byte, and -64 to 63."""
+"""Largest integer of a query, which is 128 times a signed byte plus -64 to 63."""
 WEIGHT_LEVELS = 32767
-"""Largest whole number of a weight: 256 times a byte, and a byte, both unsigned."""
+"""Largest integer of a weight, which is 256 times a byte plus a byte, both unsigned."""
 QUAD_BYTES = 8
 """Bytes of four neighbours of a rounded row."""
 _SUMS = 2 if HAS_BYTE_DOT else 1
-"""Sums of a row and vector: of upper and of lower bytes, or one."""
+"""Number of sums of a row and vector: one for upper and one for lower bytes, or one."""
 _A, _F = types.int64, types.float32
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _LINE = 64
@@ -44,7 +44,7 @@ _VECTOR = 4 * LANES
 
 @intrinsic
 def largest(typingctx, x, n):  # type: ignore[no-untyped-def]
-    """Return the largest magnitude of n numbers; NaN if one is none, or infinite, or their sum is."""
+    """Return the largest magnitude of n numbers; NaN if one of them, or their sum, is NaN or infinite."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -61,8 +61,8 @@ def largest(typingctx, x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def mix_lanes(typingctx, x, n, block):  # type: ignore[no-untyped-def]
-    """Replace neighbours at a distance of 1, 2, ... below LANES and `block` by their sum and difference, one distance
-    after the other; n is a multiple of LANES.
+    """Replace numbers at a distance of 1, 2, 4, ... below LANES and `block` by their sum and difference, one distance
+    after another; n is a multiple of LANES.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -111,8 +111,8 @@ def mix_vectors(typingctx, x, n, half):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def put_key_codes(typingctx, x, n, factor, codes, line):  # type: ignore[no-untyped-def]
-    """Store x[h] * factor for h < n, rounded to nearest even, as int8, every four `line` bytes after the ones before;
-    0 for what is no number.
+    """Store x[h] * factor for h < n, rounded to nearest even, as int8, each four codes `line` bytes after the previous
+    four; NaN is stored as 0.
     """
 
     def body(emit: Emitter, at: Value, x: Value, n: Value, factor: Value, codes: Value, line: Value) -> None:
@@ -132,7 +132,7 @@ def put_key_codes(typingctx, x, n, factor, codes, line):  # type: ignore[no-unty
 
 @intrinsic
 def put_value_codes(typingctx, x, n, factor, codes):  # type: ignore[no-untyped-def]
-    """Store what `put_key_codes` does, each code 4 bytes after the one before."""
+    """Store the same codes as `put_key_codes`, each 4 bytes after the previous one."""
 
     def body(emit: Emitter, at: Value, x: Value, n: Value, factor: Value, codes: Value) -> None:
         _spread(emit.b, emit, _whole(emit, emit.load(x, at), emit.splat(factor)), codes, at)
@@ -142,10 +142,10 @@ def put_value_codes(typingctx, x, n, factor, codes):  # type: ignore[no-untyped-
 
 @intrinsic
 def put_pairs(typingctx, x, n, apart, least, factor, codes):  # type: ignore[no-untyped-def]
-    """Store (x[h] - least) * factor for h < n and for h from `apart` as codes of 4 bits in the lower and the upper half
-    of a byte, each byte 4 after the one before; returns how many pairs: those that fill whole vectors.
+    """Store (x[h] - least) * factor for h < n and for h from `apart` on as 4-bit codes, in the lower and the upper half
+    of a byte; bytes are 4 apart. Return the number of pairs stored, which fill whole vectors.
 
-    Codes are rounded to nearest even; they are 0 for numbers below 0 and what is none, `NIBBLE_LEVELS` for those above.
+    Codes are rounded to nearest even, and limited to 0 to `NIBBLE_LEVELS`; NaN is stored as 0.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -176,14 +176,14 @@ def put_pair(typingctx, first, second, least, factor, address):  # type: ignore[
 
 
 def _nibble(emit: Emitter, number: Value, least: Value, factor: Value) -> Value:
-    """Return codes of 4 bits as int32; `maxnum` takes 0 for what is no number."""
+    """Return 4-bit codes as int32; `maxnum` turns NaN into 0."""
     scaled = emit.b.fmul(emit.b.fsub(number, emit.splat(least)), emit.splat(factor))
     bound = emit.call("minnum", emit.call("maxnum", scaled, emit.const(0.0)), emit.const(float(NIBBLE_LEVELS)))
     return _whole(emit, bound, emit.const(1.0))
 
 
 def _spread(b: Any, emit: Emitter, whole: Value, codes: Value, at: Value) -> None:
-    """Store int32 as bytes, 4 apart, from place `at` on."""
+    """Store int32 as bytes, 4 apart, from index `at` on."""
     first = b.add(codes, b.mul(at, c64(4)))
     small = b.trunc(whole, _I8 if emit.lanes == 1 else ir.VectorType(_I8, LANES))
     for lane in range(emit.lanes):
@@ -196,10 +196,10 @@ def _put_byte(b: Any, byte: Value, address: Value) -> None:
 
 
 def make_rounding(is_signed: bool) -> Callable[..., Any]:
-    """round(x, n, factor, out): write x[h] * factor for h < n, a multiple of 16, as whole numbers to `out`, and return
-    their sum.
+    """Return round(x, n, factor, out), which writes x[h] * factor for h < n, a multiple of 16, as integers to `out`,
+    and returns their sum.
 
-    Signed ones are those of queries, unsigned ones those of weights. `out` may be x.
+    Queries are signed, weights unsigned. `out` may be x.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -261,7 +261,7 @@ def weigh(typingctx, weights, n, scales):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def weigh_ranges(typingctx, weights, n, scales, minima):  # type: ignore[no-untyped-def]
-    """Do what `weigh` does with scales of bf16, and return the sum of weights[h] * minima[h], bf16, before."""
+    """Do the same as `weigh` with bf16 scales, and return the sum of the original weights[h] * minima[h] (bf16)."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         weights, n, scales, minima = args
@@ -281,7 +281,7 @@ def weigh_ranges(typingctx, weights, n, scales, minima):  # type: ignore[no-unty
 
 @intrinsic
 def row_min(typingctx, x, n):  # type: ignore[no-untyped-def]
-    """Return the smallest of n numbers, infinity of none."""
+    """Return the smallest of n numbers; infinity if there are none."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -296,7 +296,7 @@ def row_min(typingctx, x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def bf16_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """Return x rounded to a number of bf16."""
+    """Return x rounded to bf16."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         bits = Emitter(b, 1).bf16_bits(args[0])
@@ -317,7 +317,7 @@ def _widened(b: Any, code: Value) -> list[Value]:
 
 
 def _add_keys(b: Any, sums: list[Value], code: Value, factors: list[Value]) -> list[Value]:
-    """Add products of signed codes with signed factors; of bytes, those of codes + 128."""
+    """Add products of signed codes with signed factors; for byte products, of codes + 128."""
     if HAS_BYTE_DOT:
         unsigned = b.xor(code, filled(INTS, 0x80808080))
         return [dot_bytes(b, total, unsigned, factor) for total, factor in zip(sums, factors, strict=True)]
@@ -339,12 +339,12 @@ def _add_words(b: Any, sums: list[Value], code: Value, factors: list[Value]) -> 
 
 
 def make_scores(rows: int) -> Callable[..., Any]:
-    """scores(quads, apart, units, ids, pages, bytes, codes, scales, dim, page, ahead, out, stride): out[i, j] = query
-    i . key j.
+    """Return scores(quads, apart, units, ids, pages, bytes, codes, scales, dim, page, ahead, out, stride):
+    out[i, j] = query i . key j.
 
     `quads`: rounded queries, `apart` bytes from each other; `units`: the unit (fp32) and the sum (int32) of each.
-    `ids`: the `pages` pages, `bytes` long, whose `codes` and `scales` of one head are [dim / 4, page, 4] and [page].
-    Meanwhile as many pages `ahead` are prefetched (`PAGES_AHEAD`).
+    `ids`: ids of `pages` pages of `bytes` bytes, whose `codes` and `scales` of one head are [dim / 4, page, 4] and
+    [page]. Meanwhile the same number of pages `ahead` is prefetched (`PAGES_AHEAD`).
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -408,13 +408,13 @@ def _splat(b: Any, value: Value) -> Value:
 
 
 def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
-    """sums(quads, stride, units, ids, pages, bytes, codes, dim, page, ahead, out, apart): out[i, :] += weights i .
-    values.
+    """Return sums(quads, stride, units, ids, pages, bytes, codes, dim, page, ahead, out, apart):
+    out[i, :] += weights i . values.
 
-    `quads`: rounded weights of the tokens of all pages, rows `stride` apart; `units`: the unit (fp32) and what is added
-    to every number (fp32) of each. `codes` of one head in a page: [page / 4, dim / in_a_byte, 4] bytes; two in a byte
-    are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim], rows `apart` bytes from each
-    other. Meanwhile as many pages `ahead` are prefetched (`PAGES_AHEAD`).
+    `quads`: rounded weights of the tokens of all pages, rows `stride` bytes apart; `units`: for each row the unit and a
+    number that is added to every sum, both fp32. `codes` of one head in a page: [page / 4, dim / in_a_byte, 4] bytes;
+    two codes in a byte are `dim / 2` numbers apart, the first in its lower half. `out`: fp32 [rows, dim], rows `apart`
+    bytes from each other. Meanwhile the same number of pages `ahead` is prefetched (`PAGES_AHEAD`).
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -482,7 +482,7 @@ def make_sums(rows: int, in_a_byte: int) -> Callable[..., Any]:
 
 
 def _codes(b: Any, loaded: Value, in_a_byte: int) -> list[Value]:
-    """Return the codes of loaded bytes as vectors of bytes; of two in a byte, the lower ones first."""
+    """Return the codes of loaded bytes as vectors of bytes; with two codes in a byte, the lower ones first."""
     if in_a_byte == 1:
         return [loaded]
     mask = filled(INTS, 0x0F0F0F0F)

@@ -1,8 +1,9 @@
-"""Define products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
+"""Products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
 
-Numba's own loops over bf16 reach a quarter of the memory's speed, because LLVM does not vectorize them; so they are
-written out (`cpu_simd.vector_ir`). All functions take addresses and byte strides as int64; vectors and results are
-fp32. The order of a sum depends on its own length only, so that a result does not depend on the others in its batch.
+Numba's own loops over bf16 reach a quarter of the memory bandwidth, because LLVM does not vectorize them; the products
+therefore emit vector code themselves (`cpu_simd.vector_ir`). All functions take addresses and byte strides as int64;
+vectors and results are fp32. The order of a sum depends only on its length, so that a result does not depend on the
+others in its batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ Intrinsic = Callable[..., Any]
 
 @intrinsic
 def deinterleave(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
-    """Write x in the order in which `make_dot` takes a vector for a matrix of `kind`: out[h] = x[h] for h < n."""
+    """Copy x to out for h < n, in the order in which `make_dot` needs a vector for a matrix of `kind`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, out = args[:3]
@@ -54,10 +55,10 @@ def make_dot(rows: int, columns: int = 1, fetch: bool = False) -> Intrinsic:
     """Return dot(x, xs, a, as_, n, out, os, ahead, kind): out[i, j] = sum over h < n of x[i, h] * a[j, h], for `rows`
     rows of x and `columns` of a.
 
-    x and out are fp32, `xs` and `os` the bytes from row to row; x in the order of `deinterleave`. `a`, of `kind`, has
-    `as_` bytes from row to row. From memory, one row is read front to back: one stream reaches the memory's speed,
-    eight rows of a matrix side by side half of it. With `fetch`, as many bytes as a row of a has are prefetched from
-    `ahead` on meanwhile.
+    x and out are fp32, with `xs` and `os` bytes from row to row; x is in the order of `deinterleave`. `a`, of `kind`,
+    has `as_` bytes from row to row. A matrix in memory is read row by row, front to back: one stream reaches the memory
+    bandwidth, eight rows in parallel half of it. With `fetch`, the bytes of one row of a are prefetched from `ahead` on
+    meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -108,7 +109,7 @@ def make_dot(rows: int, columns: int = 1, fetch: bool = False) -> Intrinsic:
 def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-def]
     """Add factor * m[o] to y[o] for o < n, y in the order of `deinterleave`.
 
-    As many bytes as m has are prefetched from `ahead` on.
+    The same number of bytes as m has is prefetched from `ahead` on.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -146,9 +147,9 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, row_ahead: i
     """Return mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
-    columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
-    added to c, else they replace it. With `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile;
-    with `row_ahead`, each row of m that many bytes before it is read.
+    columns, processed in `pairs` pairs of vectors at a time, then one vector, then number by number. With `add` the
+    products are added to c, else they replace it. With `fetch`, the same number of bytes as m has is prefetched from
+    `ahead` on meanwhile; with `row_ahead`, each row of m is prefetched that many bytes before it is read.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -193,10 +194,10 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, row_ahead: i
 
 def make_beside(rows: int) -> Intrinsic:
     """Return beside(a, as_, n, m, other, ms, c, cs, ahead, kind): c[i, o] = sum over k < n of a[i, k] * m[k, o] for the
-    columns of one vector of m, and behind them as many of `other`.
+    columns of one vector of m, followed by as many columns of `other`.
 
-    The rest is as in `make_mul`, whose sums these are, bit for bit. A loaded number of a serves two products, and twice
-    as many sums hide the latency of one. As many bytes as a matrix has are prefetched from each of two addresses.
+    The rest is as in `make_mul`, and the sums are the same, bit for bit. A loaded number of a is used for two products,
+    and twice as many sums hide latency. The bytes of one matrix are prefetched from each of two addresses.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -231,9 +232,9 @@ def make_paged_mul(rows: int) -> Intrinsic:
     """Return paged(a, as_, ids, inside, n, base, page, bytes, ms, columns, c, cs, ahead, kind): c[i, o] += sum over
     k < n of a[i, k] * m[k, o], the rows of m being on pages.
 
-    m begins at row `inside` of the first page of `ids`; a page has `page` rows, `ms` bytes apart, `bytes` * id behind
-    `base`. As many pages `ahead` are prefetched (`PAGES_AHEAD`). Sums stay in registers from page to page, and in
-    the order of `deinterleave` in c. The rest is as in `make_mul`.
+    m begins at row `inside` of the first page of `ids`; a page has `page` rows, `ms` bytes apart, and is at `base` +
+    `bytes` * id. The same number of pages `ahead` is prefetched (`PAGES_AHEAD`). Sums stay in registers from page to
+    page; in c they are in the order of `deinterleave`. The rest is as in `make_mul`.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -279,8 +280,8 @@ def make_paged_mul(rows: int) -> Intrinsic:
 
 
 def _by_columns(b: Any, columns: Value, widths: Iterable[int], tile: Callable[[Emitter, list[Value]], None]) -> None:
-    """Emit `tile(emitter, places)` for all columns: as many vectors at a time as the first width says, what is left
-    by the next width, and the rest number by number. `places` are the first columns of the vectors.
+    """Emit `tile(emitter, places)` for all columns: as many vectors at a time as the first width says, then by the next
+    width, and the remaining columns number by number. `places` are the first columns of the vectors.
     """
     done: Value = c64(0)
     for lanes, width in (*((LANES, width) for width in dict.fromkeys(widths)), (1, 1)):
@@ -296,7 +297,7 @@ def _by_columns(b: Any, columns: Value, widths: Iterable[int], tile: Callable[[E
 
 
 def _fetch(emit: Emitter, address: Value, nbytes: int) -> None:
-    """Prefetch the cache lines of so many bytes."""
+    """Prefetch the cache lines of `nbytes` bytes."""
     for line in range(0, nbytes, CACHE_LINE):
         emit.fetch(emit.b.add(address, c64(line)))
 

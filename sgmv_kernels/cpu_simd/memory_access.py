@@ -1,4 +1,4 @@
-"""Load and store numbers from Numba kernels: single ones, rows and columns of any kind, counters that threads share.
+"""Loads and stores for Numba kernels: single numbers, rows and columns of any kind, counters shared by threads.
 
 As in `cpu_simd.matmul`, addresses are int64.
 """
@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, LANES, Emitter, Value, c64, each, itemsize_of, loop_of
 
 BF16, FP16, FP32, INT8 = np.uint16(0), np.int16(0), np.float32(0), np.int8(0)
-"""Numbers that tell a kernel how a matrix is stored, by their types."""
+"""Numbers whose types tell a kernel how a matrix is stored."""
 
 _I8 = ir.IntType(8)
 _A, _F = types.int64, types.float32

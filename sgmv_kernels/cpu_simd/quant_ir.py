@@ -1,8 +1,8 @@
-"""LLVM code for products of weight codes with rounded activations, in the instructions that the processor has.
+"""LLVM code for products of weight codes with rounded activations, with the instructions that the processor has.
 
-A vector holds LANES outputs, four neighbours along H of each: the order in which x86 and ARM multiply bytes. Weights
-lie in tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32
-are whole numbers, the same in whatever way they are computed.
+A vector holds LANES outputs, with four neighbours along H of each: the order in which x86 and ARM multiply bytes.
+Weights are stored in tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of
+a block of 32 are integers, so they do not depend on the way of computing them.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Dot(Protocol):
     """Accumulator of products, four neighbours to a lane, vector after vector."""
 
     def step(self, b: Any, total: Value | None, code: Value, quad: Value) -> Value:
-        """Add the products of a vector; None: they are the first."""
+        """Add the products of a vector to `total`; None: these products are the first."""
         ...
 
     def end(self, b: Any, total: Value) -> Value:
@@ -66,7 +66,7 @@ class Dot(Protocol):
 class SmallDot:
     """Accumulator of unsigned codes below 16 times signed bytes, for `LINES` vectors at most.
 
-    Two products are added in int16, and eight such pairs: 8 * 2 * 15 * 127 stays below 2^15.
+    Eight pairs of products are added in int16: 8 * 2 * 15 * 127 stays below 2^15.
     """
 
     in_pairs = HAS_PAIR_DOT and not HAS_BYTE_DOT
@@ -94,8 +94,8 @@ class ByteDot:
 
 
 class SignedDot(ByteDot):
-    """Accumulator of signed bytes times signed bytes: ARM's products, or those of magnitudes with bytes that have their
-    signs; for processors with `HAS_SIGNED_DOT` or `HAS_PAIR_DOT`.
+    """Accumulator of signed bytes times signed bytes, for processors with `HAS_SIGNED_DOT` or `HAS_PAIR_DOT`: ARM's
+    instruction, or the magnitudes of one factor times the other factor with both signs.
 
     Two products are added in int16: 2 * 128 * 127 stays below 2^15. Source: ggml's AVX2 kernels (Gerganov).
     """
@@ -126,8 +126,8 @@ def dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
 
 
 def dot_signed(b: Any, total: Value, code: Value, quad: Value) -> Value:
-    """Add the products of signed bytes, four to a lane, by ARM's instruction. As assembly: LLVM selects it only for
-    processors whose name it knows."""
+    """Add the products of signed bytes, four to a lane, with ARM's instruction. It is written as assembly because LLVM
+    selects it only for processors whose names it knows."""
     quarter = ir.VectorType(I32, 4)
     function = ir.FunctionType(quarter, [quarter] * 3)
     text = ".arch_extension dotprod\nsdot $0.4s, $2.16b, $3.16b"
@@ -146,7 +146,7 @@ def dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
 
 
 def look_up(b: Any, table: Value, codes: Value) -> Value:
-    """Return the bytes of a table that codes below 16 choose; `table` is repeated for every 16 bytes of the vector."""
+    """Return the bytes of a table that codes below 16 select; `table` is repeated for every 16 bytes of the vector."""
     if HAS_PAIR_DOT:
         return b.bitcast(_x86(b, BYTES, "avx512.pshuf.b.512" if _WIDE else "avx2.pshuf.b", BYTES, table, codes), WORDS)
     if IS_ARM:
@@ -163,7 +163,7 @@ def look_up(b: Any, table: Value, codes: Value) -> Value:
 
 
 def load_table(b: Any, address: Value) -> Value:
-    """Load 16 bytes into every 16 of a vector."""
+    """Load 16 bytes into every 16 bytes of a vector."""
     once = load_vector(b, address, ir.VectorType(_I8, 16))
     places = ir.Constant(ir.VectorType(I32, BYTES.count), list(range(16)) * (BYTES.count // 16))
     return b.shuffle_vector(once, once, places)
@@ -175,7 +175,7 @@ def _x86(b: Any, result: Any, name: str, kind: Any, left: Value, right: Value) -
 
 
 def _by_registers(b: Any, call: Callable[..., Value], kind: Any, *vectors: Value) -> Value:
-    """Call with every 16 bytes of vectors of a kind, a register of ARM's, and return the results as one vector."""
+    """Call with every 16 bytes of the vectors, the size of ARM's registers, and return the results as one vector."""
     size = 16 * kind.count // BYTES.count
     results = []
     for start in range(0, kind.count, size):

@@ -1,8 +1,8 @@
-"""Define vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
+"""Vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
 
-Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rounded activations lie in groups of
-`ROW_GROUP` rows: a block of every row of the group, then the next block. So the rows that are multiplied at a time are
-read from one place.
+Addresses and strides are int64, in bytes. A block is 32 neighbours along H. Rounded activations are stored in groups of
+`ROW_GROUP` rows: a block of every row of the group, then the next block. The rows that are multiplied at a time are
+therefore adjacent.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ UNITS = 8 * ROW_GROUP
 TILES_AT_ONCE = 2 // VECTORS
 """Tiles that are multiplied at a time: two vectors of outputs, so that a loaded activation is used twice."""
 FETCH_BYTES = 2048
-"""Bytes that codes are prefetched ahead which are unpacked to entries of a table."""
+"""Distance, in bytes, at which codes are prefetched that are unpacked to entries of a table."""
 NONE, MINIMA, ZEROS = range(3)
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
@@ -51,13 +51,13 @@ _VECTOR = LINE // VECTORS
 
 
 def make_rounding(is_ordered: bool) -> Callable[..., Any]:
-    """round(x, xs, rows, order, codes, units): round 32 fp32 numbers of each of `ROUND_ROWS` rows to whole multiples
-    of a unit, 127 for the largest magnitude.
+    """Return round(x, xs, rows, order, codes, units), which rounds 32 fp32 numbers of each of `ROUND_ROWS` rows to
+    multiples of a unit, 127 for the largest magnitude.
 
-    `x`: the first number of the first row; of an ordered rounding the row, from which the 32 int32 at `order` choose;
-    `xs` bytes from row to row. There are `rows` rows from x on; if they are fewer, the other places get what the last
-    row has. `codes`: where the int8 go, row after row. `units`: where the unit of each row goes, and `UNITS` / 2 bytes
-    on the unit times the sum. Numbers that are none, or infinite, make the unit NaN.
+    `x`: the first number of the first row; if ordered, the row from which the 32 int32 at `order` select; `xs` bytes
+    from row to row. `rows`: the number of rows from x on; if there are too few, the last row is repeated. `codes`:
+    address of the int8 results, row after row. `units`: address of the unit of each row, followed after `UNITS` / 2
+    bytes by the unit times the sum. NaN or infinite numbers make the unit NaN.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -72,7 +72,7 @@ def make_rounding(is_ordered: bool) -> Callable[..., Any]:
                 parts.append([_gathered(b, row, b.add(order, c64(4 * at))) for at in range(0, CODE_BLOCK, LANES)])
             else:
                 parts.append([emit.load(row, c64(at)) for at in range(0, CODE_BLOCK, LANES)])
-        # As whole numbers, the bits of magnitudes have the same order, and those of no number or infinity are largest.
+        # As integers, the bits of magnitudes have the same order, and those of infinity and NaN are the largest.
         magnitudes = [[b.and_(b.bitcast(part, INTS), filled(INTS, 0x7FFFFFFF)) for part in row] for row in parts]
         largest_bits = _largest_of_rows(b, [reduce(partial(_larger_int, b), row) for row in magnitudes])
         largest = b.bitcast(largest_bits, group.float)
@@ -109,12 +109,12 @@ def _larger_int(b: Any, one: Value, other: Value) -> Value:
 
 
 def _chosen(b: Any, one: Value, other: Value, places: list[int]) -> Value:
-    """Return some numbers of two vectors, by their places in both, the second behind the first."""
+    """Return some numbers of two vectors, by their indices in the concatenation of both."""
     return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
 def _joined(b: Any, vectors: list[Value]) -> Value:
-    """Return all numbers of vectors, a power of two, in one."""
+    """Return the numbers of all vectors, whose number is a power of two, in one vector."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [_chosen(b, one, other, list(range(2 * one.type.count))) for one, other in pairs]
@@ -122,10 +122,10 @@ def _joined(b: Any, vectors: list[Value]) -> Value:
 
 
 def _largest_of_rows(b: Any, rows: list[Value]) -> Value:
-    """Return the largest number of each row, whole numbers, of which each row is a vector."""
+    """Return the largest number of each row; each row is a vector of integers."""
     vectors, size = rows, LANES
     while size > 1:
-        # The lower and the upper halves of what is left of each row, of two vectors at a time.
+        # The lower and the upper halves of the remaining numbers of each row, for two vectors at a time.
         pairs = list(zip(vectors[::2], vectors[1::2], strict=False)) or [(vectors[0], vectors[0])]
         lower = [n for n in range(min(2, len(vectors)) * vectors[0].type.count) if n % size < size // 2]
         upper = [n + size // 2 for n in lower]
@@ -135,10 +135,10 @@ def _largest_of_rows(b: Any, rows: list[Value]) -> Value:
 
 
 def _rounded(b: Any, parts: list[Value], factors: Value, row: int) -> Value:
-    """Return a row's numbers times its factor as whole numbers, four int8 to each int32."""
+    """Return a row's numbers times its factor as integers, four int8 in each int32."""
     emit = Emitter(b, LANES)
     factor = _chosen(b, factors, factors, [row] * LANES)
-    # Adding 1.5 * 2^23 rounds. What is no number gives any code; its unit is NaN.
+    # Adding 1.5 * 2^23 rounds. NaN gives an arbitrary code; its unit is NaN.
     whole = [b.bitcast(b.fadd(b.fmul(part, factor), emit.const(1.5 * 2**23)), INTS) for part in parts]
     codes = _joined(b, [b.trunc(part, ir.VectorType(_I8, LANES)) for part in whole])
     return b.bitcast(codes, ir.VectorType(I32, CODE_BLOCK // 4))
@@ -156,7 +156,7 @@ def _by_quads(b: Any, rows: list[Value]) -> list[Value]:
 
 
 def _gathered(b: Any, x: Value, order: Value) -> Value:
-    """Load a vector of the row at `x`: the numbers that the int32 at `order` choose."""
+    """Load a vector of the row at `x`: the numbers that the int32 at `order` select."""
     emit, one = Emitter(b, LANES), Emitter(b, 1)
     chosen = emit.const(0.0)
     for lane in range(LANES):
@@ -168,7 +168,7 @@ def _gathered(b: Any, x: Value, order: Value) -> Value:
 
 @intrinsic
 def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
-    """Unpack seven lines of 7-bit pairs, an eighth in their top bits, to sixteen lines: pair = 11 * first + second."""
+    """Unpack seven lines of 7-bit pairs, with an eighth in their top bits, to 16 lines: pair = 11 * first + second."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, out = args
@@ -193,7 +193,7 @@ def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def unpack_entries(typingctx, source, blocks, table, out):  # type: ignore[no-untyped-def]
-    """Unpack blocks of int4 to lines of bytes: the entries of a table that they name."""
+    """Unpack blocks of int4 to lines of bytes: the entries of a table that they select."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, blocks, table, out = args
@@ -217,7 +217,7 @@ def unpack_entries(typingctx, source, blocks, table, out):  # type: ignore[no-un
 
 @intrinsic
 def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
-    """Write the bias of a tile, or zeros where there is no address."""
+    """Write the bias of a tile, or zeros if its address is 0."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         bias, y = args
@@ -251,14 +251,14 @@ def copy_factors(typingctx, factors, nbytes, out):  # type: ignore[no-untyped-de
 
 
 class FactorRows(NamedTuple):
-    """Describe what lies behind the codes of a group: 16 scales, and 16 minima or zeros if it has them.
+    """Describe the factors after the codes of a group: 16 scales, and 16 minima or zeros if it has them.
 
-    With steps, a group is all blocks that share them; 16 scales, and 16 minima, of every block lie behind the steps.
+    With steps, a group is all blocks that share them; after the steps follow 16 scales, and 16 minima, of every block.
     """
 
-    # What is added to scale * code: a stored number, a stored zero times -scale, or nothing.
+    # The number that is added to scale * code: a stored minimum, a stored zero times -scale, or none.
     offsets: int = NONE
-    # Numba's type by which `Emitter.load_kind` knows what they are: int16 for fp16, or float32.
+    # Numba's type of the factors for `Emitter.load_kind`: int16 for fp16, or float32.
     kind: Any = types.int16
     has_steps: bool = False
 
@@ -284,22 +284,22 @@ class FactorRows(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Describe how a tile's group lies in memory: lines of codes, then factors."""
+    """Describe how a tile's group is stored: lines of codes, then factors."""
 
     dot: type[Dot]
     # Turns a loaded vector into the codes of the first or the second half of a block.
     read: Callable[[Any, Value, bool], Value]
     # The lines of a block's second half share the bytes of its first.
     is_halved: bool = False
-    # What signed codes get added to be multiplied as unsigned ones.
+    # Added to signed codes so that they can be multiplied as unsigned ones.
     shift: int = 0
-    # Codes choose from a table of int8.
+    # Codes select from a table of int8.
     has_table: bool = False
     factors: FactorRows = FactorRows()
 
     def load_factors(self, emit: Emitter, factors: Value, block: Value, lane: int) -> tuple[Value, Value | None]:
-        """Load the scales of the outputs of a tile from `lane` on, and what is added to products with them; None for
-        nothing.
+        """Load the scales of the outputs of a tile from `lane` on, and the numbers that are added to the products; None
+        if there are none.
         """
         scale, stored = self.factors.load(emit, factors, block, lane)
         shift = emit.const(-float(self.shift))
@@ -343,24 +343,24 @@ CODES = {
 
 
 def make_product(rows: int, kind: str) -> Callable[..., Any]:
-    """product(x, u, data, next, groups, group, stored, lines, table, soon, share, start, start_bytes, out, out_bytes,
-    kept, again): out[i, :] = start[i, :] + x[i] @ tiles for `rows` rows.
+    """Return product(x, u, data, next, groups, group, stored, lines, table, soon, share, start, start_bytes, out,
+    out_bytes, kept, again): out[i, :] = start[i, :] + x[i] @ tiles for `rows` rows.
 
-    `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile lies at
-    `data`, the second `next` bytes on. `stored` bytes of a group are codes, `lines` lines a block. `table`: 16 int8,
-    where codes choose from one. What comes next lies at `soon`: every block prefetches `share` bytes of it. `start`,
-    `out`: fp32 [rows, TILES_AT_ONCE * TILE], `start_bytes` and `out_bytes` from row to row. Every row is summed block
-    after block. `kept` holds such sums between blocks where registers are few. `again` must be `kept`, but LLVM must
-    not know: it would keep all sums in registers from block to block, and spill most.
+    `x` and `u`: rounded activations and units of the first row, in a group of `ROW_GROUP`. The first tile is at `data`,
+    the second `next` bytes further. `stored` bytes of a group are codes, `lines` lines per block. `table`: 16 int8, if
+    codes select from a table. The data that is read next is at `soon`: every block prefetches `share` bytes of it.
+    `start`, `out`: fp32 [rows, TILES_AT_ONCE * TILE], with `start_bytes` and `out_bytes` from row to row. Every row is
+    summed block after block. `kept` holds these sums between blocks if there are few registers. `again` must be the
+    same address as `kept`. If LLVM knew this, it would keep all sums in registers between blocks, and spill most.
     """
     codes = CODES[kind]
     dot = codes.dot()
     num_stored = LINES // (2 if codes.is_halved else 1)
     vectors = [(tile, v) for tile in range(TILES_AT_ONCE) for v in range(VECTORS)]
     num_sums = rows * len(vectors)
-    # Of 32 registers, half hold sums; of 16, more than a few would displace the whole sums of a block.
+    # With 32 registers, half hold sums; with 16, more than a few would displace the integer sums of a block.
     in_registers = num_sums <= (16 if LANES == 16 else 4)
-    # Few rows wait for memory only.
+    # With few rows, only memory limits the speed.
     is_few = num_sums <= 4
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:

@@ -1,7 +1,7 @@
-"""Emit LLVM vectors of fp32 numbers, the basis of the intrinsics in this package.
+"""LLVM code for vectors of fp32 numbers, the basis of the intrinsics in this package.
 
-LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON itself, so that the user's machine needs no compiler but Numba. A
-matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32, int8 for codes.
+LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON, so that the user's machine needs no compiler except Numba. A matrix
+has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32, int8 for codes.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,8 +70,8 @@ class Emitter:
         """Load two vectors of a matrix's numbers from `index` on: for bf16 the even and the odd ones, else consecutive
         ones.
 
-        Two bf16 are one int32: a mask keeps the odd number, a shift brings up the even one, half the instructions of
-        widening each.
+        Two bf16 are one int32: a mask gives the odd number and a shift the even one, which takes half the instructions
+        of widening each.
         """
         if kind != types.uint16:
             second = self.b.add(index, c64(self.lanes))
@@ -115,7 +115,7 @@ class Emitter:
         return b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
 
     def narrow(self, value: Value, kind: Any) -> Value:
-        """Return fp32 numbers as a kind that has no codes, rounded to nearest even; bf16 as int16."""
+        """Return fp32 numbers as a kind other than codes, rounded to nearest even; bf16 as int16."""
         if kind == types.float32:
             return value
         if kind == types.int16:
@@ -126,7 +126,7 @@ class Emitter:
         return self.call("fma", x, y, z)
 
     def larger(self, x: Value, y: Value) -> Value:
-        """Return the larger of two numbers, y if one is NaN: one instruction on x86, where LLVM's `maxnum` is three."""
+        """Return the larger of two numbers, or y if one is NaN: one x86 instruction (LLVM's `maxnum` takes three)."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def splat(self, scalar: Value) -> Value:
@@ -137,7 +137,7 @@ class Emitter:
         return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes))
 
     def fold(self, value: Value, combine: Callable[["Emitter", Value, Value], Value]) -> Value:
-        """Combine all lanes to one number, halves first, in an order that never changes."""
+        """Combine all lanes to one number, halves first, in a fixed order."""
         lanes, emit = self.lanes, self
         while lanes > 1:
             lanes //= 2
@@ -174,21 +174,21 @@ class Emitter:
         return self.fold(value, lambda emit, x, y: emit.larger(x, y))
 
     def exp(self, x: Value) -> Value:
-        """Return e^x to 2 units in the last place, 0 below -87.3, NaN of NaN (Cephes' expf polynomial)."""
+        """Return e^x to 2 units in the last place, 0 below -87.3, NaN for NaN (Cephes' expf polynomial)."""
         b = self.b
         before = x
         small = b.fcmp_ordered("<", x, self.const(-87.3))
         x = self.call("maxnum", self.call("minnum", x, self.const(88.7)), self.const(-87.3))
         n = self.call("floor", self.fma(x, self.const(1.4426950408889634), self.const(0.5)))
         y = self._rest_of_power(x, n)
-        # 2^127 is the largest power: 88.7 gives 2^128 by n, so one factor of 2 stays outside.
+        # 2^127 is the largest power of two, but n is 128 for x = 88.7, so one factor of 2 is applied separately.
         exponent = b.shl(b.add(b.fptosi(n, self.int), self.const_int(126)), self.const_int(23))
         y = b.fmul(b.fmul(y, b.bitcast(exponent, self.float)), self.const(2.0))
         y = b.select(small, self.const(0.0), y)
         return b.select(b.fcmp_unordered("uno", before, before), before, y)
 
     def _rest_of_power(self, x: Value, n: Value) -> Value:
-        """Return e^x / 2^n by a polynomial, n being the whole number next to x / ln 2."""
+        """Return e^x / 2^n by a polynomial, where n is the integer nearest to x / ln 2."""
         r = self.fma(n, self.const(2.12194440e-4), self.fma(n, self.const(-0.693359375), x))
         p = self.const(1.9875691500e-4)
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
@@ -196,11 +196,11 @@ class Emitter:
         return self.b.fadd(self.fma(self.b.fmul(r, r), p, r), self.const(1.0))
 
     def decay(self, x: Value) -> Value:
-        """Return e^x of numbers that are not above 0, to 2 units in the last place, 0 below -87.7; NaN of NaN.
+        """Return e^x for x <= 0, to 2 units in the last place, 0 below -87.7; NaN for NaN.
 
-        It has two thirds of the instructions of `exp`.
-        x / ln 2 is rounded to a whole number n by adding 1.5 * 2^23 + 127. The lowest bits of that sum are n + 127, the
-        exponent bits of 2^n; they are all 0 for n = -127, the least that there is.
+        This takes two thirds of the instructions of `exp`.
+        x / ln 2 is rounded to an integer n by adding 1.5 * 2^23 + 127. The lowest bits of that sum are n + 127, the
+        exponent bits of 2^n; they are all 0 for n = -127, the smallest possible n.
         """
         b, rounder = self.b, self.const(1.5 * 2**23 + 127)
         x = self.larger(self.const(-88.0), x)
@@ -210,7 +210,7 @@ class Emitter:
         return b.fmul(y, b.bitcast(b.shl(b.bitcast(shifted, self.int), self.const_int(23)), self.float))
 
     def tanh(self, x: Value) -> Value:
-        """Return tanh x to 3 units in the last place, NaN of NaN (Cephes' tanhf: a polynomial near 0, else by e^2x)."""
+        """Return tanh x to 3 units in the last place, NaN for NaN (Cephes' tanhf: a polynomial near 0, else e^2x)."""
         b = self.b
         size = self.call("fabs", x)
         z = b.fmul(x, x)
@@ -228,10 +228,10 @@ def itemsize_of(kind: Any) -> int:
 
 
 def align_spills(function: Any) -> None:
-    """Have LLVM align the stack of a function to cache lines, so that no vector that it spills crosses two of them.
+    """Make LLVM align the stack of a function to cache lines, so that spilled vectors do not cross cache lines.
 
-    LLVM does so by itself only where it knows before it allocates registers. The function is kept out of its callers,
-    which would not take over the attribute. Products of eight rows are a sixth faster.
+    LLVM does this by itself only if it knows of the spills before register allocation. The function is not inlined,
+    since its callers would not inherit the attribute. Products of eight rows are a sixth faster.
     """
     function.attributes.alignstack = 64
     function.attributes.add("noinline")
@@ -240,7 +240,7 @@ def align_spills(function: Any) -> None:
 def loop_of(
     b: Any, start: Value, end: Value, step: int, state: list[Value], body: Callable[[Value, list[Value]], list[Value]]
 ) -> list[Value]:
-    """Emit `for i in range(start, end, step): state = body(i, state)`; returns the last state, in registers."""
+    """Emit `for i in range(start, end, step): state = body(i, state)`; return the last state, in registers."""
     before = b.block
     head, inside, after = (b.append_basic_block(name) for name in ("loop.head", "loop.body", "loop.end"))
     b.branch(head)
@@ -282,7 +282,7 @@ def over_row(body: Callable[..., None], n: int) -> Callable[[Any, Any, Any, Sequ
     """Return the codegen of an intrinsic without a result: run `body(emitter, index, *arguments)` as `each` does.
 
     Args:
-        n: place of the argument that says over how many numbers.
+        n: index of the argument that has the count of numbers.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Sequence[Value]) -> Value:
