@@ -1,4 +1,4 @@
-"""Kernels for batches whose rows belong to different LoRA adapters. Computing goes through `sgmv_kernels.ops`.
+"""Kernels for batches whose rows belong to different LoRA adapters. Callers use them through `sgmv_kernels.ops`.
 
-Plans and other types of the ops are in `backend`, forms of weights and pages in `formats`.
+Plans and other types of the ops are in `backend`, formats of weights and pages in `formats`.
 """

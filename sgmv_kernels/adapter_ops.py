@@ -23,14 +23,14 @@ from sgmv_kernels.torch_ops.vocab_rows import own_embeddings_torch_, own_logits_
 
 
 class AdapterOps(BackendOps):
-    """Add what adapters change to the rows of a step. Plans are made once a step and serve every layer.
+    """Apply adapters to the rows of a step. A plan is made once per step and is used for every layer.
 
     Args: as `BackendOps`.
     """
 
     def __init__(self, device: torch.device, backend: Backend, *, copies: bool = False) -> None:
         super().__init__(device, backend, copies=copies)
-        # Of the layers, of what lies outside them, and of own rows of the vocabulary, in the embedding and in the head.
+        # For the layers, the ends outside them, and own rows of the vocabulary in the embedding and in the head.
         self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=5)
 
     def plan_sgmv(
@@ -41,17 +41,17 @@ class AdapterOps(BackendOps):
         weights: Sequence[float] | None = None,
         more: Sequence[Segments] = (),
     ) -> SgmvPlan:
-        """Check what is the same for every `sgmv_` of a step, and lay it out for the kernels.
+        """Check the arguments shared by every `sgmv_` of a step, and lay them out for the kernels.
 
-        While the same rows stay with the same placed adapters, which is most of the time, the last plan is returned.
+        An earlier plan is returned if the same rows have the same placed adapters, as in most steps.
 
         Args:
             segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
             adapters: the placed adapters of this step, of any ranks.
-            dtype: of stored panels that are not int8 codes.
-            weights: factor of what each adapter adds; None: 1.
-            more: the same rows by the second term of their adapters that are sums, by the third and so on.
-        Returns: the plan of all layers and sites, with a pass for each of `segments` and `more`.
+            dtype: dtype of stored panels that are not int8 codes.
+            weights: factor of each adapter's delta; None: 1.
+            more: for adapters that are sums: the same rows by the second term, by the third and so on.
+        Returns: the plan of all layers and sites, with a pass for `segments` and for each of `more`.
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
@@ -78,15 +78,15 @@ class AdapterOps(BackendOps):
         return known.plan
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
-        """Lay tables of one pass out as `plan_sgmv` does, without checks."""
+        """Lay out the tables of one pass as `plan_sgmv` does, without checks."""
         prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
         return SgmvPlan(tables, dtype, len(tables.permutation), prepared)
 
     def shrink(self, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-        """Project every row to the rank of its own adapter: the first half of `sgmv_`, of the plan's first pass.
+        """Project every row to the rank of its own adapter: the first half of `sgmv_`, for the plan's first pass.
 
         Semantics: sum over planes of v[:, p, :r] = x[t] @ A^T; p the place of row t in the permutation, A [r, in] the
-        stacked lora_a of row t's adapter, unscaled. Rows and columns that no adapter owns are undefined.
+        stacked lora_a of row t's adapter, unscaled. Rows and columns without an adapter are undefined.
 
         Args: as `sgmv_`.
         Returns: [planes, T, highest R of the step at this site] fp32; a backend may split the sum over planes.
@@ -99,7 +99,7 @@ class AdapterOps(BackendOps):
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-        """Project every row from the rank of its own adapter and add it to y: the second half of `sgmv_`, of the
+        """Project every row from the rank of its own adapter and add it to y: the second half of `sgmv_`, for the
         plan's first pass.
 
         Semantics: y[t, slice] += (weight * scale * sum over planes of v[:, p])[slice's ranks] @ B[slice]; p the place
@@ -107,8 +107,8 @@ class AdapterOps(BackendOps):
 
         Args:
             y: as in `sgmv_`, or columns of wider rows.
-            v: [planes, T, R] fp32, from `shrink` with the same plan, of the same layer and site or of one whose ranks
-                are the same.
+            v: [planes, T, R] fp32, from `shrink` with the same plan and the same layer and site, or one with the same
+                ranks.
             Others as `sgmv_`.
         Raises:
             KernelArgumentError: as `sgmv_`, or v does not fit.
@@ -123,16 +123,16 @@ class AdapterOps(BackendOps):
         self._backend.expand_(y, v, slab, plan, layer, site)
 
     def columns(self, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, firsts: Sequence[int]) -> Tensor:
-        """Return the column of A that each row's token has in its own adapter: `shrink` of rows that are 1 there.
+        """Return the column of A for each row's token, in the row's own adapter: `shrink` of one-hot rows.
 
         Semantics: v[0, p, :r] = A[:, ids[t] - firsts[b]] of block b, which is layer b of row t's adapter; p the place
-        of row t in the permutation, b = ids[t] // W, W the inputs of the site. What no adapter owns is 0.
+        of row t in the permutation, b = ids[t] // W, W the inputs of the site. Elements without an adapter are 0.
 
         Args:
             ids: [T] int64 tokens.
             slabs: [L, bytes] uint8, all layers of the plan.
             plan: the step's rows and adapters.
-            site: which panels to read, of the same ranks in every layer.
+            site: which panels to read; they have the same ranks in every layer.
             firsts: the first token of each block.
         Returns: [1, T, highest R of the step at this site] fp32.
         Raises:
@@ -149,17 +149,17 @@ class AdapterOps(BackendOps):
     def own_embeddings_(
         self, x: Tensor, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
     ) -> None:
-        """Replace the embedding of every token that has a row of its own in its adapter, in place.
+        """Replace the embedding of every token for which the row's adapter has its own row, in place.
 
         Semantics: x[t] = row of ids[t] of row t's adapter, where it has one
 
         Args:
             x: [T, H], written in place.
             ids: [T] int64 tokens.
-            slabs: [slabs, bytes] uint8; block b of rows is layer b of the plan, and in slab b modulo their number.
-            plan: the step's rows and adapters, of layouts of rows.
+            slabs: [slabs, bytes] uint8; block b of rows is layer b of the plan, in slab b modulo the number of slabs.
+            plan: the step's rows and adapters, with layouts of own rows.
             site: which rows.
-            tokens: what the rows of each segment of the plan stand for.
+            tokens: the tokens of the own rows of each segment of the plan.
         Raises:
             KernelArgumentError: a shape or dtype does not fit.
         """
@@ -172,13 +172,13 @@ class AdapterOps(BackendOps):
     def own_logits_(
         self, logits: Tensor, states: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
     ) -> None:
-        """Replace the logits of tokens that have rows of their own in a row's adapter, in place.
+        """Replace the logits of tokens for which a row's adapter has its own rows, in place.
 
         Semantics: logits[t, token] = states[t] . row of this token of row t's adapter, where it has one. Sums are fp32,
-        and a row's result does not depend on the rows beside it.
+        and a row's result does not depend on other rows.
 
         Args:
-            logits: [S, V], written in place; V above every token.
+            logits: [S, V], written in place; V exceeds every token.
             states: [S, H] contiguous.
             Others as `own_embeddings_`.
         Raises:
@@ -194,10 +194,10 @@ class AdapterOps(BackendOps):
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
         """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.
 
-        Sums are fp32, and a row's result does not depend on the rows beside it.
+        Sums are fp32, and a row's result does not depend on other rows.
 
         Semantics: y[t, slice] += (weight * scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter,
-        if any; of a sum term by term, in the order of the plan's passes
+        if any; for a sum term by term, in the order of the plan's passes
 
         Args:
             y: [T, sum of slice widths], the base linear's output, contiguous; written in place.
@@ -224,7 +224,7 @@ class AdapterOps(BackendOps):
         """Multiply every row of an output by its own adapter's gain and add its shift, in place, where it has them.
 
         Semantics: y[t] = gain * y[t] + weight * shift, of row t's adapter at this place; 1 and 0 where it has none;
-        of a sum, whose adapters have no gains, term by term
+        for a sum, whose adapters have no gains, term by term
 
         Args:
             y: [T, width of the place], contiguous; written in place. fp32 on the CPU, fp32, bf16 or fp16 on a GPU.

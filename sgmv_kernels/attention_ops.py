@@ -1,4 +1,4 @@
-"""Public ops of attention: paged attention, rotation, and what they read and write in pages; see `sgmv_kernels.ops`.
+"""Public ops of attention: paged attention, rotation, and reads and writes of KV pages; see `sgmv_kernels.ops`.
 
 Shapes: T token rows, P pages, B sequences, D head dim, N rotated numbers of a head.
 """
@@ -30,7 +30,7 @@ from sgmv_kernels.metadata.segments import Int32
 
 
 class AttentionOps(BackendOps):
-    """Compute attention over the pages of a pool. Plans are made once a step and serve every layer.
+    """Compute attention over the pages of a pool. A plan is made once per step and is used for every layer.
 
     Args: as `BackendOps`.
     """
@@ -49,14 +49,15 @@ class AttentionOps(BackendOps):
         Args:
             page_tables: [B, max pages] int32 page ids in order; entries past a sequence's pages are ignored.
             query_lens: rows of each sequence; they are its last slots.
-            kv_lens: keys of each sequence, this step's included.
+            kv_lens: keys of each sequence, including this step's.
             page_size: tokens of a page.
             num_pages: pages of the pool.
-            parents: draft trees, in the last slots (`metadata.draft_trees`): one a sequence, () for none; or nothing.
+            parents: draft trees, in the last slots (`metadata.draft_trees`): one for each sequence, () for a sequence
+                without; or empty if no sequence has a tree.
         Returns: the plan of all layers.
         Raises:
             KernelArgumentError: lengths that contradict each other, a page id outside the pool, or a tree of more than
-                64 slots or with a parent behind its child.
+                64 slots or with a parent after its child.
         """
         check_sequences(page_tables, query_lens, kv_lens, page_size, num_pages)
         tables = page_tables.copy()
@@ -86,7 +87,7 @@ class AttentionOps(BackendOps):
             kv: one layer of the pool.
             plan: the step's sequences.
             scoring: scale, window, softcap and slopes.
-            masses: gets the softmax's weights of observed rows added, by page; with neither window nor slopes.
+            masses: the softmax weights of observed rows are added to it, by page; not with a window or slopes.
         Returns: [T, heads, D] in q's dtype.
         Raises:
             KernelArgumentError: shapes that do not fit, or a KV format that the kernels do not read.
@@ -128,7 +129,7 @@ class AttentionOps(BackendOps):
 
         Args:
             q: [T, heads * D] contiguous, fp32 on the CPU. Undefined afterwards.
-            kv: what the queries will read; nothing is written. Others as `rope_write_kv`.
+            kv: the pages that the queries will read; nothing is written. Others as `rope_write_kv`.
         Returns: q [T, heads, D], contiguous.
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit, or a KV format that the kernels do not read.
@@ -138,11 +139,11 @@ class AttentionOps(BackendOps):
     def copy_slots(self, layers: Sequence[KvPages], moves: Int32) -> None:
         """Copy keys and values of single tokens, such as accepted drafts of a tree, to other slots, in all layers.
 
-        Semantics: K[layer, target] = K[layer, source], V likewise, for one move after the other
+        Semantics: K[layer, target] = K[layer, source], and the same for V, one move after another
 
         Args:
             layers: all layers of a pool, in order.
-            moves: [N, 4] int32, source page and slot in it, target page and slot in it.
+            moves: [N, 4] int32: source page and its slot, target page and its slot.
         Raises:
             KernelArgumentError: a move outside the pages, a target that a later move reads, layers of different pools,
                 or a KV format that the kernels do not write.

@@ -1,4 +1,4 @@
-"""What the public ops have in common: one backend on one device, and the check of activations that depends on both."""
+"""Common base of the public ops: one backend on one device, and the check of activations, which depends on both."""
 
 import torch
 from torch import Tensor

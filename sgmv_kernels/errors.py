@@ -1,4 +1,4 @@
-"""Define the errors that ops raise before they read or write anything."""
+"""Errors that ops raise before they read or write anything."""
 
 
 class KernelArgumentError(ValueError):

@@ -1,4 +1,4 @@
-"""Describe a forward pass to those that record it: its functions, their inputs, and how large it may be."""
+"""Description of a forward pass for recording it: its functions, their inputs, and its largest size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ Layers = Callable[[Tensor, Angles, StepTables], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Hold the functions that a forward pass consists of, each of calls of `Ops` only."""
+    """Hold the functions of a forward pass; each computes only through `Ops`."""
 
-    # ids [T] int64 -> x [T, H]; None if that is computed otherwise.
+    # ids [T] int64 -> x [T, H]; None if x is computed in another way.
     embed: Callable[[Tensor], Tensor] | None
     layers: Layers
-    # Logits [S, V], which it may change -> their likeliest tokens [S] int64.
+    # Logits [S, V], which the function may change -> their likeliest tokens [S] int64.
     choose: Callable[[Tensor], Tensor]
 
 

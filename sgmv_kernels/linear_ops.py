@@ -22,7 +22,7 @@ class LinearOps(BackendOps):
     """
 
     def reads(self, codes: GroupQuantizedWeight) -> bool:
-        """Return whether these kernels read codes in such groups, with such factors."""
+        """Return whether these kernels can read codes with this group size and these factors."""
         try:
             self._backend.check_codes(codes)
         except KernelArgumentError:
@@ -32,12 +32,12 @@ class LinearOps(BackendOps):
     def pack_linear(
         self, codes: GroupQuantizedWeight, bias: Tensor | None = None, *, few_rows: bool = False
     ) -> PackedLinear:
-        """Bring weight codes into the order that these kernels read; a copy, or the codes themselves.
+        """Return weight codes in the order that these kernels read, copied if needed.
 
         Args:
             codes: [O, H], on these kernels' device.
             bias: [O] fp32, or None for 0.
-            few_rows: True for an embedding or a head, which is never multiplied with as many rows as layers are.
+            few_rows: True for an embedding or a head, which is never multiplied with as many rows as a layer.
         Returns: the linear for `linear`.
         Raises:
             KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
@@ -48,11 +48,11 @@ class LinearOps(BackendOps):
         return self._backend.pack_linear(codes, bias, few_rows or not self._copies)
 
     def pack_parts(self, parts: Sequence[GroupQuantizedWeight], bias: Tensor | None = None) -> PackedLinear:
-        """Bring weight codes of different kinds, which share their inputs, into these kernels' order as one linear.
+        """Return weight codes of different kinds, with the same inputs, as one linear in these kernels' order.
 
         Args:
-            parts: codes of the outputs, in order; as few weights as possible are made of them (`join_codes`).
-            bias: fp32 for the outputs of all parts, or None for 0.
+            parts: codes of the outputs, in order; they are joined into as few weights as possible (`join_codes`).
+            bias: fp32, for the outputs of all parts, or None for 0.
         Returns: the linear for `linear`.
         Raises:
             KernelArgumentError: as `pack_linear`, or parts with different inputs.
@@ -69,15 +69,15 @@ class LinearOps(BackendOps):
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Compute a base linear over packed codes.
 
-        Semantics: x @ W^T + bias, W as `GroupQuantizedWeight.dequantize` gives it. On the CPU with Numba, activations
-        are rounded first: every 32 neighbours of a row, in the order of the weight's columns, to whole multiples of a
-        127th of their largest magnitude.
+        Semantics: x @ W^T + bias, W from `GroupQuantizedWeight.dequantize`. On the CPU with Numba, activations are
+        rounded first: every 32 neighbours of a row, in the order of the weight's columns, to multiples of 1/127 of
+        their largest magnitude.
 
         Args:
             x: [T, H] contiguous.
             packed: from `pack_linear` or `pack_parts` of these ops.
-        Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it, unless
-            there are so many that the CPU computes them in bf16 (`cpu_ops.linear_autotune`).
+        Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on other rows, unless there are
+            so many that the CPU computes them in bf16 (`cpu_ops.linear_autotune`).
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         Source: group-wise scales, ggml (Gerganov) and GPTQ (Frantar et al. 2022).

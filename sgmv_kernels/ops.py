@@ -1,6 +1,6 @@
-"""Check arguments and call the kernels of the chosen backend: the public ops, through which other packages compute.
+"""Public ops, which other packages use: they check arguments and call the kernels of the chosen backend.
 
-The methods are in the files of the bases: `adapter_ops`, `attention_ops`, `linear_ops`, `pointwise_ops`.
+The methods are in the modules of the base classes: `adapter_ops`, `attention_ops`, `linear_ops`, `pointwise_ops`.
 """
 
 import logging
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Ops(AdapterOps, AttentionOps, LinearOps, PointwiseOps):
-    """Run the ops on one device. Plans are made once a step and serve every layer.
+    """Run the ops on one device. A plan is made once per step and is used for every layer.
 
     Args:
         device: where the tensors are.
-        kernels: one of `KERNELS`; None takes the fastest that run on the device.
+        kernels: one of `KERNELS`; None selects the fastest that run on the device.
         copies: linears may keep a bf16 copy for many rows; without it, a row's result does not depend on other rows.
     Raises:
-        KernelsUnavailable: the kernels that were chosen by name cannot run here.
+        KernelsUnavailable: the kernels chosen by name cannot run here.
     """
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
@@ -51,16 +51,16 @@ class Ops(AdapterOps, AttentionOps, LinearOps, PointwiseOps):
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Return whether a row's results are the same bits whatever other rows there are."""
+        """Return whether a row's results have the same bits for any other rows."""
         has_copies = self._copies and self._backend.wide_rows() is not None
         return self._backend.is_batch_invariant and not has_copies
 
     def best_threads(self, most: int) -> int:
-        """Return the fastest number of threads up to `most`; may measure, in the calling thread's team."""
+        """Return the fastest number of threads up to `most`; this may run measurements in the calling thread's team."""
         return self._backend.best_threads(most)
 
     def program(self, stages: Stages, shape: ProgramShape) -> "RecordedStep":
-        """Return a program that runs a model's passes from recordings, where no linear takes other kernels."""
+        """Return a program that runs a model's passes from recordings, for numbers of rows with the same kernels."""
         from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
         return RecordedStep(stages, shape.below(self._backend.wide_rows() if self._copies else None), self)
@@ -68,12 +68,12 @@ class Ops(AdapterOps, AttentionOps, LinearOps, PointwiseOps):
     def warm_up(
         self, adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress = lambda what, share: None
     ) -> None:
-        """Compile the kernels for these adapter panels and KV pages, so that no request waits for it.
+        """Compile the kernels for these adapter panels and KV pages, so that no request waits for compilation.
 
         If the kernels cannot run and were not chosen by name, plain torch replaces them.
 
         Raises:
-            KernelsUnavailable: the kernels that were chosen by name do not compile, or do not read this KV format.
+            KernelsUnavailable: the kernels chosen by name do not compile, or do not read this KV format.
         """
         try:
             if not self._reads(kv_format):

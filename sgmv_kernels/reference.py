@@ -1,4 +1,4 @@
-"""Define correct results: every op in fp32 torch, as a short loop over dense tensors, for tests and benchmarks."""
+"""Reference results for tests and benchmarks: every op in fp32 torch, as a short loop over dense tensors."""
 
 import math
 from collections.abc import Sequence
@@ -161,7 +161,7 @@ def _visible(length: int, rows: int, parents: Parents, window: int | None) -> Te
 def copy_slots_reference(keys: Tensor, values: Tensor, moves: Sequence[tuple[int, int, int, int]]) -> None:
     """Copy tokens inside keys [P, kv_heads, D, page] and values [P, kv_heads, page, D] of one layer, in place.
 
-    Semantics: K[target] = K[source], V likewise, for (source page, slot, target page, slot) one after the other
+    Semantics: K[target] = K[source], and the same for V, for one (source page, slot, target page, slot) after another
     """
     for source_page, source_slot, target_page, target_slot in moves:
         keys[target_page, :, :, target_slot] = keys[source_page, :, :, source_slot]
@@ -234,8 +234,8 @@ def linear_reference(x: Tensor, codes: GroupQuantizedWeight, bias: Tensor | None
     """Multiply x [T, H] with codes [O, H]; returns [T, O] float64.
 
     Args:
-        rounded: round every 32 neighbours of x, in the order of the codes' columns, to multiples of a 127th of their
-            largest magnitude first.
+        rounded: first round every 32 neighbours of x, in the order of the codes' columns, to multiples of 1/127 of
+            their largest magnitude.
     """
     columns = replace(codes, order=None)
     x = x if codes.order is None else x[:, codes.order.long()]
