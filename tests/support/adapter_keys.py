@@ -5,6 +5,6 @@ from adapter_store.spec import AdapterKey, AdapterRef
 
 
 def key_of(stored: AdapterRef | AdapterRecord | VersionRecord) -> AdapterKey:
-    """Return the key of what has weights, as not every version has."""
+    """Return the key of a version with weights, which not every version has."""
     assert stored.key is not None
     return stored.key

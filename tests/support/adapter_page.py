@@ -1,6 +1,6 @@
-"""Generate the parts of docs/adapters.md that say what is served and refused, from the tables that decide it.
+"""Generate the parts of docs/adapters.md about served and refused adapters, from the tables that decide this.
 
-`python tests/support/adapter_page.py` writes them into the page; a test compares.
+`python tests/support/adapter_page.py` writes them into the page; a test compares them with the page.
 """
 
 from collections.abc import Callable
@@ -78,11 +78,11 @@ OTHERS = (
         "the error has the bytes; train fewer tokens (`trainable_token_indices`)",
     ),
 )
-"""What no table of the code has a row for."""
+"""Rows that are not in any table of the code."""
 
 
 def _stays_out() -> str:
-    """Return what is refused: fields, starts of training, then tensors, one row for each reason."""
+    """Return the refused fields, initializations and tensors, in this order, with one row for each reason."""
     refused = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is Decision.REFUSED)
     fields = [(f"`{name}`", f"unsupported_{name}", f"{rule.description}; {rule.remedy}") for name, rule in refused]
     inits = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)

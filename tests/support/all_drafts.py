@@ -1,4 +1,4 @@
-"""Have every draft verified, whether it pays or not."""
+"""Verify every draft, even if it does not save time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ def scripted(token_ids: Sequence[int]) -> Draft:
 
 
 def take_all(rows: Sequence[RowDraft], step: PlainStep, most: int) -> list[int]:
-    """Take drafts in place of `choose_lengths`, whether they pay or not."""
+    """Replace `choose_lengths` and accept all drafts, even if they do not save time."""
     lengths = []
     for row in rows:
         lengths.append(min(len(row.survival), most))
@@ -25,7 +25,7 @@ def take_all(rows: Sequence[RowDraft], step: PlainStep, most: int) -> list[int]:
 
 @contextmanager
 def every_draft() -> Iterator[None]:
-    """Have every proposal verified, and all drafters asked in every step."""
+    """Verify every draft, and call all drafters in every step, during the `with` block."""
     with (
         patch.object(step_planner, "choose_lengths", take_all),
         patch.object(model_drafter, "choose_lengths", take_all),

@@ -1,15 +1,15 @@
-"""What tests read of answers and commands: streams, errors, and that a request was refused for its reason."""
+"""Helpers that read answers and commands: streams, errors, and the reason of a refusal."""
 
 import json
 import re
 from typing import Any
 
 OTHER_WORDS = ("prompt", "aliases")
-"""Fields whose messages say what is wrong with a token, or with an alias by its name."""
+"""Fields whose messages describe what is wrong with a token, or with an alias, by its name."""
 
 
 def events(answer: Any) -> list[dict[str, Any]]:
-    """Return the parsed `data:` events of a stream, which ends with [DONE] and holds nothing else."""
+    """Return the parsed `data:` events of a stream; check that it ends with [DONE] and has nothing else."""
     assert answer.status_code == 200, answer.text[:500]
     *parts, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -35,9 +35,9 @@ def named(answer: Any) -> tuple[int, str | None]:
 
 
 def refused(answer: Any, status: int, param: str | None, *says: str) -> None:
-    """Check that the answer has this status and names the field, in its own shape, and that its message has the words.
+    """Check that the answer, in its route's shape, has this status, names the field and has the words in its message.
 
-    A trailing `*` of `param` allows more behind it: an index, or a field inside.
+    A trailing `*` of `param` matches any suffix: an index, or a field inside.
     """
     assert answer.status_code == status, answer.text[:500]
     body = answer.json()
@@ -56,6 +56,6 @@ def refused(answer: Any, status: int, param: str | None, *says: str) -> None:
 
 
 def failed(done: Any, code: int, *says: str) -> None:
-    """Check that a command ended with this code and no output, and that what it said of it has the words."""
+    """Check that a command ended with this code and no output, and that its error message has the words."""
     assert (done.code, done.out) == (code, ""), done.err
     assert [word for word in says if word not in done.err] == [], done.err

@@ -29,7 +29,7 @@ def make_grammars(drafted: Drafted) -> list[TokenConstraint]:
 
 
 def _sampling(rng: random.Random) -> SamplingParams:
-    """Any fields together, each of them off most of the time."""
+    """Return random sampling fields in any combination, each unset most of the time."""
 
     def maybe(share: float, *values: object) -> Any:
         return rng.choice(values) if rng.random() < share else None
@@ -56,7 +56,7 @@ def _sampling(rng: random.Random) -> SamplingParams:
     }
     if fields["temperature"] == 0.0 and rng.random() < 0.2:
         fields |= {"fsd_alpha": rng.choice([0.2, 0.6]), "fsd_ngram": rng.choice([2, 3, 5])}
-    # By a generator of its own: the other fields of all asks stay as they were.
+    # From a separate generator, so that the other fields of all asks do not change.
     own = random.Random(fields["seed"])
     fields["allowed_token_ids"] = tuple(range(5, 90)) if own.random() < 0.1 else None
     fields["bad_words"] = own.choice([("a",), ("e", "the")]) if own.random() < 0.2 else ()
@@ -73,7 +73,7 @@ def _ask(rng: random.Random, grammars: Sequence[TokenConstraint], longest: int =
         constraint = rng.choice(grammars)
         sampling = replace(sampling, ignore_eos=False, stop=(), stop_token_ids=(), min_tokens=0, allowed_token_ids=None)
     if rng.random() < 0.05:
-        # To the context's end.
+        # Until the end of the context.
         sampling = replace(sampling, max_tokens=None, ignore_eos=True, stop=(), stop_token_ids=())
         prompt = prompt * (470 // len(prompt)) if constraint is None else prompt
     return Ask(

@@ -94,7 +94,7 @@ MEANINGS = {
     "server_busy": "the server has no memory, thread or connection for the request now",
     "too_many_batches": "too many batches are waiting",
 }
-"""What codes mean that stand for several errors, or whose messages have values in them."""
+"""Meanings of codes that stand for several errors, or whose messages contain values."""
 FIELDS_OF = {
     "ChatBody": "Chat: `POST /v1/chat/completions`",
     "CompletionBody": "Plain completions: `POST /v1/completions`",
@@ -233,8 +233,8 @@ def _meaning(kind: type[BaseException]) -> str:
 
 
 def raised_codes() -> dict[tuple[int, str], tuple[bool, str]]:
-    """(status, code) of what the HTTP layer itself decides on, read off its source -> whether it may succeed later, and
-    its message, with an ellipsis for each value."""
+    """Return (status, code) of errors that the HTTP layer itself raises, read from its source -> whether a retry may
+    succeed, and the message, with an ellipsis for each value."""
     found = {key: (True, key[1].replace("_", " ")) for key in _HTTP_CODES.items()}
     for path in (ROOT / "api").rglob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
@@ -249,12 +249,12 @@ def raised_codes() -> dict[tuple[int, str], tuple[bool, str]]:
 
 
 def _constant(node: ast.expr) -> object:
-    """Return what is written there, None if that is no constant."""
+    """Return the constant in this expression, or None if it is not a constant."""
     return node.value if isinstance(node, ast.Constant) else None
 
 
 def _message(text: ast.expr, tree: ast.Module) -> str:
-    """Return a message as it is written, also where it has a name; "" if that cannot be said."""
+    """Return a message as written in the source, also if it is a named constant; "" if it cannot be determined."""
     if isinstance(text, ast.Constant):
         return str(text.value)
     if isinstance(text, ast.JoinedStr):
@@ -267,7 +267,7 @@ def _message(text: ast.expr, tree: ast.Module) -> str:
 
 
 def _says_never(headers: ast.expr | None, tree: ast.Module) -> bool:
-    """Whether these headers are, or are a name for, some with x-should-retry."""
+    """Return whether these headers, directly or by name, include x-should-retry."""
     if headers is None:
         return False
     name = ast.unparse(headers)

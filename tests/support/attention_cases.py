@@ -28,14 +28,14 @@ GPU_HEADS = [(9, 3, 64), (2, 2, 80), (8, 1, 96), (4, 2, 128), (2, 1, 256), (18, 
 
 @dataclass
 class Case:
-    """Sequences over pages in random order."""
+    """Hold sequences over pages in random order."""
 
     q: torch.Tensor
     kv: KvPages
     tables: np.ndarray
     query_lens: list[int]
     kv_lens: list[int]
-    # Draft trees, as `Ops.plan_attention` takes them.
+    # Draft trees, as in `Ops.plan_attention`.
     parents: list[Parents] = field(default_factory=list)
     # Of ALiBi, for every query head.
     slopes: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class Case:
         order: list[int] | None = None,
         **lens: list[int],
     ) -> torch.Tensor:
-        """Through the kernels, of some of the sequences in the given order."""
+        """Compute attention with the kernels, for the sequences in `order`."""
         order = list(range(len(self.kv_lens))) if order is None else order
         given: dict[str, Any] = {
             "query_lens": [self.query_lens[i] for i in order],
@@ -81,7 +81,7 @@ class Case:
         softcap: float | None = None,
         **close: float,
     ) -> torch.Tensor:
-        """What the kernels compute, which is what the reference does."""
+        """Return the result of the kernels, after comparing it with the reference."""
         got = self.attend(ops, scale, window, softcap)
         want = self.reference(scale, window, softcap)
         torch.testing.assert_close(got.float(), want, check_dtype=False, **(CLOSE[self.q.dtype] | close))

@@ -1,4 +1,4 @@
-"""An input processor without a model, and the adapter and words that it knows."""
+"""An input processor without a model, with one adapter and a simple tokenizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ SMALL, LARGE = AdapterLayout(SITES, (((2,),),), 4), AdapterLayout(SITES, (((512,
 
 
 class Words:
-    """A token a character, at most eight characters a token."""
+    """A tokenizer with one token per character, which declares up to eight characters per token."""
 
     num_encoded = 0
 
@@ -34,7 +34,7 @@ class Words:
 
 
 class Adapters:
-    """One adapter in a store."""
+    """A store with one adapter."""
 
     place = "the registry at http://10.0.0.1:8000 or the disk"
 

@@ -1,4 +1,4 @@
-"""A scheduler with everything it stands on, and hand-made model outputs in place of a model."""
+"""A scheduler with the parts that it needs, and hand-made model outputs instead of a model."""
 
 import random
 from collections import Counter
@@ -25,20 +25,20 @@ KEYS = [AdapterKey(x * 64) for x in "abcdef"]
 
 
 def layout_of(key: AdapterKey) -> AdapterLayout:
-    """Ranks 4 to 24, by the key's letter."""
+    """Return a layout of rank 4 to 24, by the key's letter."""
     rank = 4 * (int(key[0], 16) - 9)
     return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
 
 
 def terms_of(*keys: AdapterKey | None) -> tuple[AdapterTerm, ...]:
-    """What an adapter, or a sum of several, needs in the pool; nothing for the base."""
+    """Return the terms of an adapter, or of a sum of several, in the pool; none for the base."""
     return tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys if key is not None)
 
 
 @dataclass
 class Bench:
-    """A scheduler, and a model that says `token` for every request, or ends it when it has `ends_at` tokens. `now` is
-    its clock, which goes on by `step_s` a step. Without `checks` its accounts are not checked after every step.
+    """A scheduler, and a model that outputs `token` for every request, or ends a request at `ends_at` tokens. `now` is
+    its clock, which advances by `step_s` per step. Without `checks`, accounts are not checked after every step.
     """
 
     pages: int = 64
@@ -87,7 +87,7 @@ class Bench:
     def add_beams(
         self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None, **fields: Any
     ) -> None:
-        """A group of beams, whose tokens follow from what they have so far."""
+        """Add a group of beams, whose next tokens depend on their tokens so far."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS)
         ids = tuple(range(10, 10 + prompt))
         options = {"adapter_id": key or "", "beams": BeamOptions(width), **fields}
@@ -130,7 +130,7 @@ class Bench:
         self.scheduler.on_adapter_copied(key)
 
     def bring(self, key: AdapterKey) -> SchedulerOutput:
-        """An adapter that is loading gets to the pool; returns the step that copies it."""
+        """Bring a loading adapter to the pool; return the step that copies it."""
         self.load(key)
         step = self.step()
         assert [k for k, _ in step.orders.copies] == [key]
@@ -138,14 +138,14 @@ class Bench:
         return step
 
     def arrive(self) -> None:
-        """Everything that is under way has come."""
+        """Complete all loads and copies in progress."""
         for key in sorted(self.loading):
             self.load(key)
         for key in sorted(self.copying):
             self.copy(key)
 
     def run(self, steps: int = 3000) -> None:
-        """Step until no request waits; loads and copies take a step each."""
+        """Step until no request waits; each load and each copy takes a step."""
         for _ in range(steps):
             if not self.scheduler.has_requests:
                 self.outputs += self.scheduler.take_outputs()
@@ -155,7 +155,7 @@ class Bench:
         raise AssertionError("requests wait for ever")
 
     def steps_until_idle(self) -> None:
-        """So many that what can run has run; requests may still wait."""
+        """Step until all requests that can run have run; others may still wait."""
         for _ in range(20):
             self.step()
 
@@ -171,7 +171,7 @@ class Bench:
         return sum(len(o.new_token_ids) for o in self.outputs if o.request_id == name)
 
     def computed(self) -> Counter[str]:
-        """Tokens of prompts and answers that were computed, by request."""
+        """Return the number of computed tokens of prompt and answer, by request."""
         counts: Counter[str] = Counter()
         for step in self.steps:
             for scheduled in step.requests:
@@ -179,7 +179,7 @@ class Bench:
         return counts
 
     def first_step(self, name: str) -> int:
-        """The first step in which a request had a share, from 0."""
+        """Return the first step in which a request was scheduled, from 0."""
         return next(i for i, step in enumerate(self.steps) if name in names(step))
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in a thread that goes wrong in a chosen way, and counts what it is asked."""
+"""An OpenAI-compatible server in a thread that fails in a chosen way, and counts its requests."""
 
 import json
 import threading
@@ -11,7 +11,9 @@ from small_server import QuietHandler, running
 
 
 class BrokenServer(ThreadingHTTPServer):
-    """Answers requests of one token (they measure its tokens) well, and every `every`-th other one in its `way`."""
+    """A server that answers requests of one token (which measure tokens) correctly, and fails every `every`-th other
+    request in its `way`.
+    """
 
     url = ""
 

@@ -1,4 +1,4 @@
-"""Callers without keys: what authentication puts into a request's scope, put there by a header."""
+"""Callers without keys: a header sets the caller in a request's scope, instead of authentication."""
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -9,11 +9,12 @@ from api.auth.rate_limits import RateLimitMiddleware
 
 
 def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
-    """From now on requests come from whom their `x-caller` names, as `callers` is then; from anybody without it.
+    """Set the caller of every request to the entry of `callers` that its `x-caller` names at that time, else to
+    `ANYBODY`.
 
-    To be called before the first request.
+    Call this before the first request.
     """
-    # Behind everything that finds out the caller, before everything that reads it.
+    # After every middleware that determines the caller, before every middleware that reads it.
     classes: list[object] = [middleware.cls for middleware in app.user_middleware]
     app.user_middleware.insert(classes.index(RateLimitMiddleware), Middleware(_ByHeader, callers=callers))
 

@@ -1,4 +1,4 @@
-"""Character cards: one of every field, as JSON and inside a PNG, and the persona that it is."""
+"""A character card with every field, as JSON and inside a PNG, and the persona that it becomes."""
 
 import base64
 import json

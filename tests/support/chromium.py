@@ -1,4 +1,4 @@
-"""Debian's Chromium, headless, through Playwright, which is imported when one is started."""
+"""Debian's Chromium, headless, through Playwright, which is imported when a browser is started."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ ARGUMENTS = (
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser for as many contexts as are wanted."""
+    """Start a browser, which can have any number of contexts."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""The `lorasrv` command in a process of its own."""
+"""The `lorasrv` command in a separate process."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def run(*arguments: object, env: Mapping[str, str] | None = None, **how: Any) ->
 
 @contextmanager
 def started(*arguments: object, **how: Any) -> Iterator["subprocess.Popen[str]"]:
-    """Start the command; it is killed at the end if it still runs."""
+    """Start the command; kill it at the end of the `with` block if it still runs."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], **pipes | how)
     try:

@@ -75,7 +75,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def parameters(command: Any) -> list[Any]:
-    """Return the arguments and options of a command, generated ones included, but for --help."""
+    """Return the arguments and options of a command, including generated ones, except --help."""
     return [param for param in command.get_params(typer.Context(command)) if param.name != "help"]
 
 

@@ -27,8 +27,8 @@ NAMES = frozenset({BASE})
 
 
 class Line:
-    """The network before a server: open; silent, when nothing comes back; broken, when connections end; deaf for
-    paths whose answers are lost after the server has done what they ask; or led to another server.
+    """The network in front of a server: open; silent (nothing comes back); broken (connections end); deaf for paths
+    whose answers are lost after the server has handled the request; or redirected to another server.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -36,7 +36,7 @@ class Line:
         self.is_silent = self.is_broken = False
         self.loses_answers_to: str | None = None
         self.other: ASGIApp | None = None
-        # Paths of what came through.
+        # Paths of the requests that were passed on.
         self.passed: list[str] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +70,7 @@ class Node:
     line: Line
     services: Any
     follower: Follower | None = None
-    # Seconds by which its clock is ahead.
+    # Seconds by which the server's clock is ahead.
     ahead: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(s=0.0))
 
     def ask(self, model: str, **headers: str) -> httpx2.Response:
@@ -84,14 +84,14 @@ class Node:
 
 
 class Cluster:
-    """Start servers; they end with the context."""
+    """Start servers, which end with the context."""
 
     def __init__(self, folder: Path, opened: ExitStack) -> None:
         self.folder, self._opened = folder, opened
         self.registry = self.start("registry")
 
     def start(self, name: str, *, follows: str | None = None, **settings: Any) -> Node:
-        """Start a server, one that follows if `follows` is an address."""
+        """Start a server, which follows a registry if `follows` is its address."""
         ahead = SimpleNamespace(s=0.0)
         origin = None if follows is None else HttpOrigin(follows, SECRET)
         store = self._opened.enter_context(
@@ -119,6 +119,6 @@ class Cluster:
 
 @contextmanager
 def clustered(folder: Path) -> Iterator[Cluster]:
-    """Start a registry, and whatever follows it."""
+    """Start a registry, and yield a cluster to which followers can be added."""
     with ExitStack() as opened:
         yield Cluster(folder, opened)

@@ -1,6 +1,6 @@
-"""Compile Triton kernels for GPUs that need not be there, and read what ptxas made of them.
+"""Compile Triton kernels for GPUs that the machine need not have, and read the code that ptxas generates.
 
-Under `compiling(arch)`, launches compile instead of running; the wheel of triton brings ptxas and cuobjdump.
+Under `compiling(arch)`, launches compile instead of running; the triton wheel includes ptxas and cuobjdump.
 """
 
 import re
@@ -36,23 +36,23 @@ _CALL = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 
 @dataclass(frozen=True)
 class Facts:
-    """What ptxas and cuobjdump say of one kernel. Bytes of a copy are those of one thread's instruction."""
+    """Facts about one kernel from ptxas and cuobjdump. The bytes of a copy are those of one thread's instruction."""
 
     kernel: str
     label: str
     registers: int
-    # Instructions that write to, or read from, local memory; those of them in the longest loop.
+    # Instructions that write to, or read from, local memory, and how many of them are in the longest loop.
     spills: int
     loop_spills: int
     shared: int
-    # Instructions of the longest loop, and those of them that wait for the other warps.
+    # Instructions of the longest loop, and how many of them wait for the other warps.
     loop: int
     barriers: int
-    # Narrowest copy into shared memory; None without one.
+    # Bytes of the narrowest copy into shared memory; None if there is no such copy.
     copy_bytes: int | None
-    # Loads in a loop of products whose result is used before the next product: an instruction waits for memory.
+    # Loads in a loop of products whose result is used before the next product, so that an instruction waits for memory.
     waits: int
-    # Loops that turn while a product still reads registers, which the next turn may overwrite.
+    # Loops whose next iteration may overwrite registers that a product still reads.
     races: int
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Facts:
 
 
 class Compiler:
-    """Stands in for `JITFunction.run`; `facts` holds each kernel that was compiled."""
+    """Replacement of `JITFunction.run`; `facts` has an entry for each compiled kernel."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, WARP)
@@ -111,7 +111,7 @@ def compiling(arch: int) -> Iterator[Compiler]:
 
 
 def facts_of(kernel: str, label: str, made: Any) -> Facts:
-    """Read what ptxas made of a compiled kernel."""
+    """Read the facts of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -135,7 +135,7 @@ def facts_of(kernel: str, label: str, made: Any) -> Facts:
 
 
 def races_of(ttgir: str) -> int:
-    """Return the loops at whose end a product with an operand in registers has not been waited for."""
+    """Return the number of loops that do not wait, at their end, for a product with an operand in registers."""
     races, is_running = 0, False
     for line in ttgir.splitlines():
         if "warp_group_dot_wait" in line:
@@ -148,7 +148,7 @@ def races_of(ttgir: str) -> int:
 
 
 def num_spills(code: Iterable[str]) -> int:
-    """Return the instructions that write to, or read from, local memory."""
+    """Return the number of instructions that write to, or read from, local memory."""
     return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in code)
 
 
@@ -165,7 +165,7 @@ def longest_loop(code: list[tuple[int, str]]) -> list[str]:
 
 
 def waits_of(loop: list[str]) -> int:
-    """Return the loads of a loop with no product between them and the first use of what they load."""
+    """Return the number of loads of a loop without a product between the load and the first use of its result."""
     waits = 0
     if not any(map(_PRODUCT.search, loop)):
         return waits
@@ -181,7 +181,7 @@ def waits_of(loop: list[str]) -> int:
 
 
 def registers_of(text: str) -> set[int]:
-    """Return the registers that an instruction names; `R2.64` are two."""
+    """Return the registers that an instruction names; `R2.64` means two."""
     named = re.findall(r"\bR(\d+)(\.64)?", text)
     return {int(number) + more for number, pair in named for more in range(2 if pair else 1)}
 

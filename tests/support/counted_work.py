@@ -1,4 +1,4 @@
-"""Count work instead of timing it, so that a test can say that something does not depend on how much there is."""
+"""Count work instead of timing it, so that a test can show that work does not grow with the amount of data."""
 
 import sys
 from collections.abc import Callable

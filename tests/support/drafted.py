@@ -1,4 +1,4 @@
-"""A real engine on the tiny model in int4, drafters that know what is right, and what a request was told in full."""
+"""A real engine on the tiny model in int4, drafters that know the right tokens, and the full output of each request."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ PAGE_SIZE = 16
 BLOCK = 3 * 2 * 2 * 16 * PAGE_SIZE * 4
 """Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
 Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
-"""Draft tokens, given what plain decoding says from here on."""
+"""Function that returns draft tokens, given the tokens of plain decoding from here on."""
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes what its script makes of the right answers; without a script nothing."""
+    """A drafter that proposes the tokens that its script makes from the right answers; without a script none."""
 
     def __init__(self, name: str = "scripted") -> None:
         self.name = name
@@ -79,7 +79,7 @@ def guesser(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int
 
 
 def mixed(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
-    """Right for a while, then wrong, then right again; beyond the end of the answer anything."""
+    """Draft right tokens, then wrong ones, then right ones again; beyond the end of the answer arbitrary ones."""
     tokens = [*right, *(rng.randrange(VOCAB) for _ in range(ask.max_tokens))][: rng.randrange(ask.max_tokens + 1)]
     for _ in range(rng.randrange(3)):
         if tokens:
@@ -88,7 +88,7 @@ def mixed(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
 
 
 def rude(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
-    """More than was asked for, and ids that are no tokens."""
+    """Draft more tokens than requested, and ids that are not tokens."""
     tokens = [*right, *range(VOCAB - 4, VOCAB + 40)]
     if rng.random() < 0.5:
         tokens.insert(rng.randrange(len(tokens)), rng.choice([-1, VOCAB, 1 << 40]))
@@ -100,7 +100,7 @@ SCRIPTS: dict[str, Script] = {"oracle": oracle, "liar": liar, "guesser": guesser
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt. `count` choices; it is aborted when it has `abort_after` tokens."""
+    """One prompt with `count` choices, which is aborted when it has `abort_after` tokens."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -113,7 +113,7 @@ class Ask:
 
 @dataclass
 class Said:
-    """Everything that one choice's caller was told; compared in full."""
+    """The full output of one choice, for comparison."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -138,11 +138,11 @@ class Said:
 
 
 class Drafted:
-    """An engine that is asked again and again, with drafts and without. `checks`: its accounts are checked, in the end
-    of a run and every third step, as that takes as long as a step.
-    `late`: its executor, with two steps under way, of which the second computes the tokens that the first samples
-    unless there are drafters. `drafters`: in place of one that is scripted. `pages`: the pool's size, in pages of
-    float32. Triton's `kernels` need its interpreter."""
+    """An engine for many runs, with drafts and without. `checks`: accounts are checked at the end of a run and in every
+    third step, since a check takes as long as a step.
+    `late`: an executor with two steps in flight, of which the second computes the tokens that the first samples, unless
+    there are drafters. `drafters`: replace the scripted one. `pages`: the pool's size, in pages of float32. Triton's
+    `kernels` need its interpreter."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Drafted:
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
         self.late = late(built.parts.executor) if late else None
-        # The processor refuses nothing for the faults of this engine, which tests cause.
+        # A separate guard, so that the processor does not refuse requests because of faults that tests cause.
         parts = replace(built.parts, executor=self.late or InProcessExecutor(self.runner), poison=PoisonGuard())
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
@@ -208,7 +208,7 @@ class Drafted:
         return groups
 
     def run(self, asks: Sequence[Ask], script: Script | None = None, salt: str | None = None) -> dict[RequestId, Said]:
-        """Answer all asks together. Prefixes are shared within a run only, unless it is given a salt."""
+        """Answer all asks together. Prefixes are shared only within a run, unless a salt is given."""
         with every_draft():
             return self._run(asks, script, salt)
 
@@ -257,7 +257,7 @@ class Drafted:
             self.engine.check_integrity()
 
     def compare(self, asks: Sequence[Ask], script: Script, salt: str | None = None) -> tuple[int, int]:
-        """Answer with drafts and without; returns the steps of both. Aborted answers are equal as far as they go."""
+        """Answer with drafts and without, and compare; return the steps of both. Aborted answers must begin equally."""
         before = self.steps
         plain = self.run(asks, salt=salt)
         between = self.steps

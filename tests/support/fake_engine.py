@@ -1,6 +1,6 @@
-"""A double of `AsyncEngine` for tests of HTTP: answers by a script of outputs, and remembers what was asked.
+"""A fake `AsyncEngine` for tests of HTTP: it answers with scripted outputs, and records requests.
 
-tests/api/test_fake_engine.py holds its public names and signatures to those of the real one.
+tests/api/test_fake_engine.py checks its public names and signatures against those of the real one.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ EMPTY_POOL = PoolMap(10, 10, 0, 0, 0, 16, 1024, 1, 10, 0, (), (), 0)
 TEXT = "Hello wörld"
 DEAD = EngineDead("the engine died: Test")
 HANG = None
-"""In place of an output: nothing comes any more."""
+"""In place of an output: no more outputs come."""
 
 Asked = SimpleNamespace
 """A request's `id`, `prompt`, `sampling`, `count` and options."""
 Said = Sequence[RequestOutput | Exception | None]
 Script = Callable[[RequestId, int, Asked], Said]
-"""(id, choice, request) -> its outputs; an exception is raised in place of one."""
+"""(id, choice, request) -> its outputs; an exception in the list is raised instead of an output."""
 
 
 def say(
@@ -62,9 +62,10 @@ def say(
     choice: int | None = None,
     cached: int = 0,
 ) -> Script:
-    """Script texts, one a choice or one for all, a token every `chars` characters; an adapter tells its key instead.
+    """Script texts, one for each choice or one for all, with a token for every `chars` characters; an adapter answers
+    with its key instead.
 
-    A NUL is a token whose text is held back, as that of half a character is. `error` ends `choice`, or all of them.
+    A NUL is a token whose text is held back, as for half a character. `error` ends `choice`, or all choices.
     """
 
     def script(rid: RequestId, index: int, asked: Asked) -> Said:
@@ -74,7 +75,7 @@ def say(
         prompt = len(asked.prompt)
         if asked.sampling.prompt_only:
             return [RequestOutput(rid, "", (), prompt, 0, RequestTiming(), finish_reason=FinishReason.LENGTH)]
-        # As the real one: further choices share all of the prompt but its last token.
+        # As in the real engine, further choices share all of the prompt except its last token.
         timing = RequestTiming(1.5, num_preemptions=index, num_cached_tokens=prompt - 1 if index else cached)
         if asked.adapter_key is not None:
             timing = replace(timing, tier=AdapterTier.DISK, load_ms=2.5)
@@ -91,12 +92,12 @@ def say(
 
 
 def base_only(script: Script) -> Script:
-    """Script what the base would say, whatever adapter is asked."""
+    """Script the base's answer for every adapter."""
     return lambda rid, index, asked: script(rid, index, Asked(**vars(asked) | {"adapter_key": None}))
 
 
 def cold(retry_after_s: float) -> Script:
-    """Script a pool without any adapter: `on_cold` decides."""
+    """Script a pool without any adapter, so that `on_cold` decides."""
 
     def script(rid: RequestId, index: int, asked: Asked) -> Said:
         if asked.adapter_key is None or asked.on_cold is OnCold.WAIT:
@@ -114,7 +115,7 @@ def cold(retry_after_s: float) -> Script:
 
 
 class FakeTemplate:
-    """Renders a conversation as `role:content` lines; one token a byte."""
+    """A template that renders a conversation as `role:content` lines, with one token per byte."""
 
     source = ""
     variables: frozenset[str] = frozenset()
@@ -134,14 +135,14 @@ class FakeTemplate:
 
 
 class FakeGrammars:
-    """Compiles nothing: a grammar is its own constraint."""
+    """A compiler that returns each grammar as its own constraint."""
 
     async def compile(self, grammar: object, principal: str, own: None) -> object:
         return grammar
 
 
 class FakeStream(AsyncIterator[RequestOutput]):
-    """One choice, as it was scripted."""
+    """The scripted outputs of one choice."""
 
     def __init__(self, engine: "FakeEngine", request_id: RequestId, index: int, asked: Asked) -> None:
         self.request_id = request_id
@@ -156,7 +157,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._take = take
 
     async def __anext__(self) -> RequestOutput:
-        """The next output that its taker, as of the engine's streams, does not take."""
+        """Return the next output that the function of `pass_to`, as for the engine's streams, does not take."""
         while True:
             output = await self._next()
             if output.finished or not self._take(output):
@@ -171,7 +172,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         while output is HANG:
             await asyncio.Event().wait()
         if isinstance(output, Exception):
-            # A bug of ours ends no request.
+            # An exception from a bug does not end the request.
             self._finished = isinstance(output, LorasrvError | AdapterError)
             if self._finished:
                 self._engine.request_stats.on_finished(self.request_id, name_of(type(output)))
@@ -189,7 +190,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
 
 
 class NoPages:
-    """What a server without a prefix cache lends."""
+    """The lent pages of a server without a prefix cache."""
 
     facts = None
     page_bytes = 0
@@ -199,10 +200,11 @@ class NoPages:
 
 
 class FakeEngine:
-    """What HTTP needs of an engine. `script` answers, `add_error` refuses requests, `ask_error` everything else.
+    """The parts of an engine that HTTP needs. `script` answers requests, `add_error` refuses them, `ask_error` refuses
+    everything else.
 
     `before_add` is awaited before each request, with its number from 0.
-    `reached` is where adapters are said to be; None lets a warm request wait for ever.
+    `reached` is the tier that is reported for adapters; with None, a warm request waits forever.
     """
 
     CONTROLS = frozenset({"script", "breaks", "add_error", "before_add", "ask_error", "reached", "pool", "resident"})
@@ -222,7 +224,7 @@ class FakeEngine:
         self.forgotten: list[AdapterKey | None] = []
         self.limits: dict[str, Limits | None] = {}
         self.shares: dict[str, LimitShare] = {}
-        # The rest is the real one's.
+        # The rest is as in the real engine.
         self.model_name = BASE
         self.weights = ServedWeights("int8")
         self.quantization = self.weights.format
@@ -254,7 +256,7 @@ class FakeEngine:
         self._numbers, self._tries = itertools.count(), itertools.count()
 
     def breaks(self, after: int, then: Exception | None = DEAD, choice: int | None = None) -> None:
-        """From now on, `choice` or every one has only so many outputs; in place of the next, `then`."""
+        """From now on, let `choice`, or every choice, end after `after` outputs, with `then` as the next one."""
         script = self.script
         self.script = lambda rid, index, asked: (
             [*script(rid, index, asked)[:after], then] if choice in (None, index) else script(rid, index, asked)
@@ -263,13 +265,13 @@ class FakeEngine:
     silence: str | None = None
 
     def check_computes(self) -> None:
-        """It does."""
+        """Do nothing: the engine computes."""
 
     def check_admission(self, principal: str) -> None:
         assert principal
 
     async def own_tokenizer(self, adapter: AdapterKey | None) -> None:
-        """The base's."""
+        """Return None: the base's tokenizer is used."""
 
     async def start(self) -> None:
         self.is_alive = True
