@@ -1,11 +1,12 @@
-"""A GPU without a GPU: work waits in the queues of streams, and runs in a random order that the waits allow.
+"""A simulated GPU: work waits in the queues of streams, and runs in a random order that the waits allow.
 
-Tensors on `DEVICE` are the GPU's while a `FakeGpu` is entered. What torch or a Triton kernel is to do with them is
-queued in the current stream, and done on the CPU once the host waits for it. `torch.cuda`'s streams and events order
-queues; without a wait they are in no order. Memory that the host has let go of belongs to the stream that it was made
-in, and is poisoned behind the work of that stream as soon as CUDA's allocator might give it to the next tensor there.
+Tensors on `DEVICE` are the GPU's while a `FakeGpu` is entered. Operations of torch or of a Triton kernel on them are
+queued in the current stream, and run on the CPU once the host waits for them. `torch.cuda`'s streams and events order
+queues; without a wait there is no order between streams. Memory that the host has released belongs to the stream in
+which it was allocated. It is poisoned after the work of that stream, as soon as CUDA's allocator might give it to
+another tensor there.
 
-A `FakeGraph` keeps what a computation queues, with addresses and without tensors, like CUDA's graphs.
+A `FakeGraph` keeps the operations that a computation queues, with addresses and without tensors, like a CUDA graph.
 """
 
 import random
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
-"""What device tensors say they are on: the only one besides the CPU that every torch can name."""
+"""Device of the GPU's tensors: besides the CPU, the only device that every build of torch has."""
 aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
 COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -41,20 +42,20 @@ class Wait(Enum):
 
 
 class Point:
-    """A place in a queue; done once the work before it is."""
+    """A point in a queue, which is done once the work before it is."""
 
     is_done = False
 
 
 class Memory:
-    """What tensors over the same bytes share; it dies with the last of them. `tape`: the capture that it belongs to."""
+    """Memory that tensors over the same bytes share, released with the last. `tape`: the capture that owns it."""
 
     def __init__(self, tape: "Tape | None") -> None:
         self.tape = tape
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the GPU. `content`: what its bytes are once all work is done, for queued work only."""
+    """A tensor of the GPU. `content`: its bytes after all work so far, for use by queued work only."""
 
     content: Tensor
     memory: Memory
@@ -85,12 +86,12 @@ class DeviceTensor(torch.Tensor):
 
 
 class Queues:
-    """Work in order within each stream."""
+    """Queues of work, in order within each stream."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._work: dict[Stream, deque[Run | Point]] = {}
-        # From streams that take turns to streams that stand still for long.
+        # From streams that alternate to streams that pause for long.
         self._change = 10 ** chance.uniform(-4, 0)
 
     def add(self, stream: "Stream", work: Run | Point) -> None:
@@ -101,7 +102,7 @@ class Queues:
         self._work[stream].append(work)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Run work until something holds, or all of it; a stream stands still while its point is not done."""
+        """Run work until a condition holds, or all of it; a stream pauses until the point that it waits for is done."""
         while until is None or not until():
             ready = [stream for stream, work in self._work.items() if self._is_ready(work)]
             if not ready:
@@ -116,7 +117,7 @@ class Queues:
                     work()
 
     def _shuffle(self) -> None:
-        """Let other streams go first."""
+        """Reorder the streams."""
         self._work = dict(self._chance.sample(list(self._work.items()), len(self._work)))
 
     def _is_ready(self, work: "deque[Run | Point]") -> bool:
@@ -130,7 +131,7 @@ class Stream:
         self._gpu = gpu
 
     def point(self) -> Point:
-        """Return the end of the queue as it is now."""
+        """Return the current end of the queue."""
         point = Point()
         self._gpu.queue(partial(setattr, point, "is_done", True), self, point)
         return point
@@ -165,8 +166,8 @@ class FakeGpu:
     """Queue the work of one host thread; `with gpu:` replaces `torch.cuda`'s streams and events.
 
     Args:
-        seed: of the order in which queues are run.
-        dropped: a kind of wait that is left out, to see what goes wrong without.
+        seed: seed of the order in which queues run.
+        dropped: a kind of wait that is ignored, to test what fails without it.
     """
 
     def __init__(self, seed: int = 0, dropped: Wait | None = None) -> None:
@@ -174,10 +175,10 @@ class FakeGpu:
         self._dropped, self.num_dropped = dropped, 0
         self._queues = Queues(self._chance)
         self._tape: Tape | None = None
-        # Memory without an owner, the stream that it belongs to, and the capture if it is one's own.
+        # Memory without an owner, the stream that it belongs to, and the capture that owns it, if any.
         self._freed: list[tuple[Stream, Tape | None, Tensor]] = []
         self.main = self.current = Stream(self)
-        # What another host thread does while this one waits, with the main stream as its own.
+        # The work of another host thread while this one waits, with the main stream as its current one.
         self.meanwhile: Run | None = None
 
     def __enter__(self) -> "FakeGpu":
@@ -197,19 +198,19 @@ class FakeGpu:
     def __exit__(self, *error: Any) -> None:
         self._changes.close()
 
-    # What the host waits for.
+    # Waits of the host.
     def synchronize(self) -> None:
         """Run everything."""
         self._check_not_capturing()
         self._queues.run()
 
     def wait_for(self, point: Point) -> None:
-        """Run work, no more of it than chance wants, until a point is done."""
+        """Run work in random order until a point is done."""
         self._check_not_capturing()
         self._queues.run(lambda: point.is_done)
 
     def host_waits(self) -> None:
-        """Let the other host thread go on, if there is one."""
+        """Let the other host thread run, if there is one."""
         if self.meanwhile is not None:
             goes_on, self.meanwhile = self.meanwhile, None
             with self._stream(self.main):
@@ -217,13 +218,13 @@ class FakeGpu:
             self.meanwhile = goes_on
 
     def keeps(self, kind: Wait) -> bool:
-        """Return whether waits of a kind are kept."""
+        """Return whether waits of this kind have an effect."""
         self.num_dropped += kind == self._dropped
         return kind != self._dropped
 
-    # What is queued.
+    # Queued work.
     def queue(self, work: Run | Point, stream: "Stream | None" = None, point: Point | None = None) -> None:
-        """Append work to a stream, or to the capture under way; `point` is done by it."""
+        """Append work to a stream, or to the capture in progress; it completes `point`."""
         stream = stream or self.current
         if self._tape is not None:
             self._tape.add(stream, work, point)
@@ -231,16 +232,16 @@ class FakeGpu:
             self._queues.add(stream, work)
 
     def note(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Note what a capture under way reads or writes."""
+        """Record what the capture in progress, if any, reads or writes."""
         if self._tape is not None:
             self._tape.note(what, [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)])
 
     @contextmanager
     def captured(self) -> Iterator["Tape"]:
-        """Keep what is queued instead of running it.
+        """Capture the queued work instead of running it.
 
         Raises:
-            RuntimeError: the host has to wait.
+            RuntimeError: the host would have to wait.
         """
         assert self._tape is None
         tape = self._tape = Tape()
@@ -266,7 +267,7 @@ class FakeGpu:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     def new(self, like: Tensor) -> DeviceTensor:
-        """Return a tensor of this shape, strides and dtype, with anything in it."""
+        """Return a tensor of this shape, strides and dtype, with arbitrary content."""
         values = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         poison(values)
         memory = Memory(self._tape)
@@ -279,7 +280,7 @@ class FakeGpu:
         self._reuse(self.main)
 
     def _reuse(self, stream: Stream) -> None:
-        """Poison what a stream may be given again: the main stream at any time, others when they make a tensor."""
+        """Poison memory that a stream may reuse: the main stream at any time, others when they create a tensor."""
         freed, self._freed = self._freed, []
         for owner, tape, values in freed:
             if owner is stream and tape is self._tape:
@@ -289,7 +290,7 @@ class FakeGpu:
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Queue what torch does with a GPU's tensors."""
+    """Queue torch's operations on a GPU's tensors."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -324,7 +325,7 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0] if is_written else found
         if is_written:
             made = args[0]
-            _shapes(func, args, kwargs, leaves)  # raises what does not fit at once
+            _shapes(func, args, kwargs, leaves)  # raises immediately if shapes do not fit
             self._gpu.queue(partial(func, *_values(args), **_values(kwargs)))
         else:
             made = self._queued(func, args, kwargs, leaves)
@@ -344,14 +345,14 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_of_host(arg: Any) -> bool:
-    """Return whether an argument has nothing to do with a GPU; false where that takes long to say."""
+    """Return whether an argument has nothing to do with a GPU; False if this would take long to determine."""
     if isinstance(arg, Tensor):
         return arg.device != DEVICE
     return isinstance(arg, (int, float, torch.dtype, torch.layout)) or arg is None
 
 
 class Tape:
-    """What a capture has queued."""
+    """The work that a capture has queued."""
 
     def __init__(self) -> None:
         self._work: list[tuple[Stream, Run | Point]] = []
@@ -359,17 +360,17 @@ class Tape:
         self._outside: dict[weakref.ref[Memory], str] = {}
 
     def note(self, what: str, tensors: Iterable[DeviceTensor]) -> None:
-        """Note the memory of tensors that were made before the capture."""
+        """Record the memory of tensors that were created before the capture."""
         for tensor in tensors:
             if tensor.memory.tape is not self:
                 self._outside.setdefault(weakref.ref(tensor.memory), f"{what}: {tuple(tensor.shape)} {tensor.dtype}")
 
     def lost(self) -> list[str]:
-        """Return what the captured work reads or writes though nothing keeps it."""
+        """Return the memory that the captured work reads or writes although nothing keeps it alive."""
         return [what for memory, what in self._outside.items() if memory() is None]
 
     def add(self, stream: Stream, work: Run | Point, point: Point | None = None) -> None:
-        """Append work to a stream; `point` is done by it."""
+        """Append work to a stream; it completes `point`."""
         self._work.append((stream, work))
         if point is not None:
             self._points.append((stream, point))
@@ -384,7 +385,7 @@ class Tape:
 
 
 class FakeGraph:
-    """A CUDA graph: addresses of a computation that has run before. It keeps no tensor alive but its output."""
+    """A CUDA graph: addresses of a computation that has run before. It keeps only its output alive."""
 
     def __init__(self, gpu: FakeGpu, compute: Callable[[], Tensor]) -> None:
         self._gpu, self.num_replays = gpu, 0
@@ -392,7 +393,7 @@ class FakeGraph:
             self.output = compute()
 
     def lost(self) -> list[str]:
-        """Return what a replay reads or writes though nothing keeps it."""
+        """Return the memory that a replay reads or writes although nothing keeps it alive."""
         return self._tape.lost()
 
     def replay(self) -> None:
@@ -401,7 +402,7 @@ class FakeGraph:
 
 
 def poison(values: Tensor) -> None:
-    """Fill with NaN, or with numbers that index nothing."""
+    """Fill with NaN, or with integers that are not valid indices."""
     values.fill_(
         float("nan") if values.is_floating_point() else 0xFF if values.dtype == torch.uint8 else _lowest(values)
     )
@@ -430,7 +431,7 @@ _known_shapes: dict[tuple[Any, ...], Any] = {}
 
 
 def _shapes(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-    """Return what a function returns, without numbers; Python computes that, and it is the same in every step."""
+    """Return the shapes of a function's result; Python computes them, and they are the same in every step."""
     lists = tuple(len(arg) if isinstance(arg, (list, tuple)) else None for arg in args)
     key = (func, lists, *kwargs, *map(_kind_of, leaves))
     if key not in _known_shapes:
@@ -439,7 +440,7 @@ def _shapes(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """Return all of an argument that shapes depend on."""
+    """Return the properties of an argument that shapes depend on."""
     if isinstance(leaf, Tensor):
         return leaf.size(), leaf.stride(), leaf.dtype
     return type(leaf), leaf
@@ -455,7 +456,7 @@ _host_tensor = torch.tensor
 
 
 def _tensor(data: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
-    """`torch.tensor`, which knows of meta tensors that they have no values."""
+    """Replace `torch.tensor`, which knows that meta tensors have no values."""
     made = _host_tensor(data, **options)
     return made if device is None else made.to(device)
 

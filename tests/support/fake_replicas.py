@@ -1,4 +1,4 @@
-"""Replicas that answer byte by byte as a test says, and an edge in front of them."""
+"""Replicas whose answers a test controls byte by byte, and an edge in front of them."""
 
 import socket
 import socketserver
@@ -28,7 +28,7 @@ class Seen:
     headers: list[tuple[str, str]]
     body: bytes
     socket: socket.socket
-    # What follows; reads ahead of `socket`.
+    # The rest of the connection; it reads ahead of `socket`.
     file: BufferedIOBase
 
     def header(self, name: str) -> list[str]:
@@ -64,14 +64,14 @@ Answer = Callable[[Seen], None]
 
 @dataclass
 class FakeReplica:
-    """Answers with `answer`; when that returns, the connection goes on, unless it raised `Dies`."""
+    """A replica that answers with `answer`; afterwards the connection stays open, unless `Dies` was raised."""
 
     answer: Answer = lambda seen: seen.answer(b"{}")
-    # Without what an edge asks every replica by itself, again and again.
+    # Requests, without an edge's own periodic ones.
     seen: list[Seen] = field(default_factory=list)
-    # Answers before it has read a body.
+    # Whether it answers before it has read a body.
     answers_early: bool = False
-    # What an edge asks every replica by itself is answered by `answer`, too; else with nothing.
+    # Whether `answer` also answers an edge's own periodic requests; else they get an empty answer.
     is_surveyed: bool = False
     url: str = ""
 
@@ -136,7 +136,7 @@ def fake_replica(answer: Answer | None = None) -> Iterator[FakeReplica]:
 def edge_of(
     urls: Sequence[str], registry: str | None = None, chooser: StaticChooser | None = None, **options: Any
 ) -> Iterator[SimpleNamespace]:
-    """Serve an edge that asks replicas in the order of `urls`, or as `chooser` says.
+    """Serve an edge that tries replicas in the order of `urls`, or as `chooser` decides.
 
     Yields:
         `http`, `url`, `port`, `edge`, `chooser`.
@@ -153,7 +153,7 @@ def edge_of(
 
 
 class InOrder(StaticChooser):
-    """Asks the first address first."""
+    """A chooser that tries addresses in their order."""
 
     def __init__(self, addresses: Sequence[ReplicaAddress]) -> None:
         placement = make_placement("hash")

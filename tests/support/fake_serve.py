@@ -1,6 +1,6 @@
-"""The real `lorasrv` command; only the engine is the double, as a model would bring torch and seconds.
+"""The real `lorasrv` command with a fake engine, since a real model would import torch and take seconds.
 
-`--model` says what it does: "slow" loads until its standard input ends, "hanging" stops after two tokens, a number
+`--model` decides what it does: "slow" loads until its standard input ends, "hanging" stops after two tokens, a number
 kills the process at that request.
 """
 
@@ -19,13 +19,13 @@ def command(*arguments: object) -> list[str]:
 
 
 def serve(*options: object, **how: Any) -> "subprocess.Popen[str]":
-    """Start `lorasrv serve` on a free port; its lines come through pipes unless `how` says otherwise."""
+    """Start `lorasrv serve` on a free port; its output goes to pipes unless `how` says otherwise."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command("serve", "--port", 0, *options), **pipes | how)
 
 
 def main() -> None:
-    """Run the command, with the double in place of the engine's module."""
+    """Run the command, with the fake engine in place of the real one."""
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests" / "support")]
     from fake_engine import HANG, FakeEngine

@@ -1,4 +1,4 @@
-"""Run attention with kernels that log the addresses that they prefetch, in a process of its own."""
+"""Run attention with kernels that log the addresses that they prefetch, in a separate process."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ PAGE, DIM, GROUP = 16, 64, 3
 Block = tuple[str, int, int]
 """Part of a KV format, page, head."""
 _log = np.zeros(1 << 20, dtype=np.int64)
-"""How many addresses were prefetched, then these."""
+"""The number of prefetched addresses, then the addresses."""
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A step of a row for each sequence; entries of tables past a sequence name no page."""
+    """A step with one row for each sequence; table entries after a sequence's pages are not valid pages."""
 
     kv_format: str
     tables: np.ndarray
@@ -38,8 +38,8 @@ class Decode:
 
 
 def fetched_by(steps: list[Decode]) -> list[dict[Block, int]]:
-    """Return the blocks that are prefetched in each step, in order, and how many cache lines of each; one thread has
-    every task, and takes itself for one of several.
+    """Return the blocks that are prefetched in each step, in order, and the number of cache lines of each. One thread
+    runs every task, but prefetches as if it were one of several.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_fetched_by, steps).result()
@@ -47,7 +47,7 @@ def fetched_by(steps: list[Decode]) -> list[dict[Block, int]]:
 
 def _fetched_by(steps: list[Decode]) -> list[dict[Block, int]]:
     Emitter.fetch = _emit_log  # type: ignore[method-assign, assignment]
-    # Nothing of these kernels is kept, and none of the kept ones is used.
+    # These kernels are not kept on disk, and kernels kept on disk are not used.
     kernel_cache.cache_directory = lambda: None  # type: ignore[assignment]
     launch.kernel_address = kernel_cache.address_of  # type: ignore[attr-defined]
     torch.set_num_threads(1)
@@ -89,5 +89,5 @@ def _blocks_of(step: Decode) -> dict[Block, int]:
 
 
 def lines_of(kv_format: str) -> dict[str, int]:
-    """Return how many cache lines a head of a page has in each part."""
+    """Return the number of cache lines of a head of a page in each part."""
     return {part.name: -(-part.nbytes(1, DIM, PAGE) // LINE) for part in KV_FORMATS[kv_format].parts}

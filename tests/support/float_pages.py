@@ -7,7 +7,7 @@ from sgmv_kernels.formats.kv_pages import KvPages
 
 
 def float_format(dtype: torch.dtype) -> KVFormat:
-    """The KV format of a float dtype."""
+    """Return the KV format of a float dtype."""
     return KV_FORMATS[str(dtype).removeprefix("torch.")]
 
 

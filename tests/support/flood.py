@@ -1,4 +1,4 @@
-"""Streamed completions sent at a rate that asks nobody whether the server keeps up, and what became of each."""
+"""Streamed completions sent at a fixed rate, whether or not the server keeps up, and the outcome of each."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 Body = Callable[[int], dict[str, Any]]
-"""The n-th request."""
+"""Function that returns the body of the n-th request."""
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Outcome:
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """What went wrong with it, whatever its status: the code, or the exception."""
+    """The error, whatever the status: its code, or the exception."""
 
     @property
     def is_refused(self) -> bool:
-        """As an overloaded server should: 429, or a wait that became too long, and when to come again."""
+        """Return whether it was refused as by an overloaded server: 429, or too long a wait, with the time to retry."""
         return self.status in (429, 503, 504) and not self.arrivals
 
     @property
@@ -46,7 +46,7 @@ class Outcome:
 
 
 async def call(http: httpx2.AsyncClient, body: dict[str, Any]) -> Outcome:
-    """One streamed completion, to its end; never raises for what the server or the network does."""
+    """Send one streamed completion and read it to its end; never raises for errors of the server or the network."""
     outcome = Outcome(time.monotonic())
     try:
         async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
@@ -83,21 +83,21 @@ async def _read(outcome: Outcome, response: httpx2.Response) -> None:
 async def open_loop(
     http: httpx2.AsyncClient, body: Body, per_second: float, seconds: float, most: int, seed: int = 0
 ) -> list[Outcome]:
-    """Arrivals by Poisson's law for so long, at most so many; returns when all have ended."""
+    """Send requests with Poisson arrivals for `seconds`, at most `most`; return when all have ended."""
     rng, begun, due = random.Random(seed), time.monotonic(), 0.0
     calls: list[asyncio.Task[Outcome]] = []
     while len(calls) < most:
         due += rng.expovariate(per_second)
         if due > seconds:
             break
-        # Also when it is late: the event loop must turn, for those that are under way.
+        # Sleep even if late: the event loop must run for the requests in progress.
         await asyncio.sleep(max(0.0, begun + due - time.monotonic()))
         calls.append(asyncio.create_task(call(http, body(len(calls)))))
     return [await one for one in calls]
 
 
 async def closed_loop(http: httpx2.AsyncClient, body: Body, clients: int, seconds: float) -> list[Outcome]:
-    """So many clients, each with one request at a time."""
+    """Run `clients` clients, each with one request at a time, for `seconds`."""
     end, numbers = time.monotonic() + seconds, itertools.count()
 
     async def client() -> list[Outcome]:
@@ -111,6 +111,6 @@ async def closed_loop(http: httpx2.AsyncClient, body: Body, clients: int, second
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank; 0 of nothing."""
+    """Return the percentile by nearest rank; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

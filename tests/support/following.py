@@ -1,4 +1,5 @@
-"""Follow a store in the same process: its pages by a call, its weights by an origin that breaks as a test says."""
+"""A store that follows another in the same process: it gets pages by calls, and weights from an origin with scripted
+faults."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,13 +20,13 @@ class NearOrigin:
     of: Callable[[], AdapterStore]
     address: str = "http://registry.test:8000"
     is_reachable: bool = True
-    # Connections break behind the last byte, too.
+    # Whether connections also break after the last byte.
     ends_badly: bool = False
-    # Bytes after which connections break, one after another.
+    # Bytes after which connections break, one entry per connection.
     breaks: list[int] = field(default_factory=list)
-    # Positions whose byte is another one in the next fetches, one after another.
+    # Positions at which the next fetches have a wrong byte, one entry per fetch.
     flips: list[int] = field(default_factory=list)
-    # Length that it says weights have; None: their own.
+    # Announced length of weights; None: the true length.
     announced: int | None = None
     # (digest, start) of every fetch.
     fetched: list[tuple[str, int]] = field(default_factory=list)
@@ -55,18 +56,18 @@ class NearOrigin:
 
 
 def catch_up(follower: AdapterStore, owner: AdapterStore, limit: int = PAGE_IDS) -> set[str]:
-    """Follow to the end, and return the ids that looked different."""
+    """Follow to the end, and return the ids that changed."""
     changed: set[str] = set()
     while True:
         page = owner.feed.changes(follower.feed.position(), limit)
-        # As it travels.
+        # Serialized, as on the network.
         changed |= follower.follow(type(page).from_dict(page.to_dict())).ids
         if page.is_last:
             return changed
 
 
 def shown(store: AdapterStore) -> dict[str, Any]:
-    """Return all that a store tells about its ids."""
+    """Return everything that a store shows about its ids."""
     history = store.version_history
     found: dict[str, Any] = {}
     for record in store.list_adapters():

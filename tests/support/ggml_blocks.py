@@ -1,4 +1,4 @@
-"""Blocks of ggml types that the gguf package only reads, made from numbers by their layouts."""
+"""Blocks of ggml types that the gguf package can only read, built from numbers according to their layouts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 
 
 def kind_of(name: str, kinds: Mapping[str, str]) -> str:
-    """The type of a tensor, by the first part of a name that is in its own."""
+    """Return the type of a tensor: that of the first key that is part of its name."""
     return next(kind for part, kind in kinds.items() if part in name)
 
 
 def quantize(values: Floats, kind: str) -> Bytes:
-    """Rows of numbers [N, H] to bytes [N, ...] of a type."""
+    """Convert rows of numbers [N, H] to bytes [N, ...] of a type."""
     makers = {"Q4_K": lambda v: _of_256(v, 4), "Q5_K": lambda v: _of_256(v, 5), "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs}
     makers["Q6_K"] = _q6_k
     if kind not in makers:
@@ -54,7 +54,7 @@ def _of_256(values: Floats, bits: int) -> Bytes:
 
 
 def _nearest(values: Floats, unit: Number) -> Bytes:
-    """Codes of 32 numbers, two to a byte: the first sixteen below the others."""
+    """Return codes of 32 numbers, two in a byte: the first sixteen in the lower halves."""
     codes = np.abs(values[:, None] / unit - IQ4_VALUES).argmin(1).astype(np.uint8)
     joined: Bytes = codes[:16] | codes[16:] << 4
     return joined
@@ -68,7 +68,7 @@ def _iq4_nl(values: Floats) -> Bytes:
 def _iq4_xs(values: Floats) -> Bytes:
     parts = values.reshape(8, 32)
     units = np.maximum(np.abs(parts).max(1), 1e-3) / 127
-    # The largest scale is 31; every second sub-block has a negative one, as a file may.
+    # The largest scale is 31; every second sub-block has a negative scale, as files may have.
     d = np.float32(np.float16(units.max() / 31))
     scales = np.rint(units / d).clip(1, 31).astype(int) * np.where(np.arange(8) % 2, -1, 1)
     stored, high, low = scales + 32, 0, np.zeros(4, np.uint8)

@@ -33,13 +33,13 @@ PAGE_SIZE, PAGES = 4, 640
 
 
 def float_weights(model: Path) -> ModelWeights:
-    """Load a checkpoint's weights as they are, for kernels in plain torch."""
+    """Load a checkpoint's weights unchanged, for kernels in plain torch."""
     ops = Ops(torch.device("cpu"), "torch")
     return load_weights(open_checkpoint(str(model)), get_format("none", ops), torch.float32)
 
 
 class HandDecoder:
-    """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
+    """A decoder with a small pool and manual steps, which returns the logits of the last row of each sequence."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class HandDecoder:
                 loaded = registered.load(key)
                 tokens = own_tokens(self.weights, loaded, dtype)
                 layout = adapter_layout(spec, loaded.spec, dtype.itemsize, tokens)
-                # Room for what the ends of runs leave over.
+                # Extra pages for the unused space at the ends of runs.
                 count = layout.num_pages(self.memory.page_bytes) + 16 * (in_runs - 1)
                 end -= count
                 bounds = [end + count * i // in_runs for i in range(in_runs + 1)]
@@ -80,12 +80,12 @@ class HandDecoder:
     def scheduled(
         self, adapter: str | None, tokens: Sequence[int], start: int, table: tuple[int, ...]
     ) -> ScheduledRequest:
-        """One sequence of a step, without drafts."""
+        """Return one sequence of a step, without drafts."""
         key = self.placed[adapter][0] if adapter else None
         return ScheduledRequest(RequestId(""), tuple(tokens), start, table, key, True, SamplingParams(), 0)
 
     def run(self, requests: Sequence[ScheduledRequest]) -> list[torch.Tensor]:
-        """The logits of each, [num_logit_rows, V]."""
+        """Return the logits of each request, [num_logit_rows, V]."""
         numbered = tuple(replace(scheduled, request_id=RequestId(str(i))) for i, scheduled in enumerate(requests))
         step = SchedulerOutput(numbered, dict(self.placed.values()), (), AdapterOrders(), 0)
         batch = build_batch(step, self.memory, self.dtype, self.ops)
@@ -95,12 +95,12 @@ class HandDecoder:
         return [found[scheduled.request_id] for scheduled in numbered]
 
     def logits(self, requests: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
-        """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
+        """Return the logits of each sequence (adapter, tokens, start, page table), by its index in the list."""
         return {i: rows[-1] for i, rows in enumerate(self.run([self.scheduled(*scheduled) for scheduled in requests]))}
 
 
 def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> AdapterKey:
-    """Store an adapter; with a model its tokenizer is read."""
+    """Store an adapter; if `model` is given, with the adapter's tokenizer."""
     peft = read_peft_dir(folder)
     peft = peft if model is None else with_own_tokens(peft, lambda: read_tokenizer(str(model)))
     return key_of(store.register(name, peft.config, store.add_blob(peft.weights_path)).ref)

@@ -23,7 +23,7 @@ A, B = f"{STEM}.lora_A.weight", f"{STEM}.lora_B.weight"
 
 
 class CountingFile(io.BytesIO):
-    """Counts the bytes handed out."""
+    """A file that counts the bytes read."""
 
     taken = 0
 
@@ -35,7 +35,7 @@ class CountingFile(io.BytesIO):
 
 @dataclass(frozen=True)
 class Hostile:
-    """Describe a file: `code` must be among the problems found, within `read_bytes` read and `peak_bytes` allocated."""
+    """Describe a file: `code` must be among its problems, with at most `read_bytes` read and `peak_bytes` allocated."""
 
     what: str
     make: Callable[[], bytes]

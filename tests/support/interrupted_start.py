@@ -1,4 +1,4 @@
-"""`lorasrv serve --replicas 2` with a double of Ray, which waits at one moment of the start until a signal comes.
+"""`lorasrv serve --replicas 2` with a fake Ray, which waits at one moment of the start until a signal comes.
 
 The first argument names the moment; the others are the command's.
 """
@@ -33,7 +33,7 @@ def as_another_error() -> None:
 
 
 class WaitsAtItsEnd:
-    """Wait in a destructor, which drops what is raised in it."""
+    """Wait in a destructor, which ignores exceptions."""
 
     def __del__(self) -> None:
         wait()
@@ -51,7 +51,7 @@ def held_after_ray() -> None:
 
 
 async def look(moments: list[str]) -> Any:
-    """Return no replica, the first time after a wait in a task of the server."""
+    """Return no replica; the first call first waits in a task of the server."""
     moment = moments.pop() if moments else ""
     if moment == "the edge starts":
         wait()
@@ -74,7 +74,7 @@ PLACE, HOLD = AT.get(MOMENT, ("", wait))
 
 
 def held(place: str, value: Any = None) -> Any:
-    """Return a function that waits if this is the place."""
+    """Return a function that waits if `place` is the chosen moment."""
     real = value if callable(value) else lambda *_: value
 
     def run(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pools of random adapters for tests of SGMV, the laws by which rows choose among them; pages of keys and values."""
+"""Pools of random adapters for tests of SGMV, distributions of rows over them, and pages of keys and values."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import DenseSlice, sgmv_reference
 
 LAWS = ("distinct", "uniform", "zipf:1.5", "identical", "skewed", "base")
-"""Names after Punica's benchmark; "base": no adapter at all."""
+"""Distributions, named as in Punica's benchmark; "base": no adapters."""
 
 
 def rows_by_law(law: str, rows: int, adapters: int) -> np.ndarray:
-    """Draw the adapter of each row by a named popularity law, -1 for the base."""
+    """Draw the adapter of each row from a named popularity distribution, -1 for the base."""
     rng = random.Random(1)
     draw: Callable[[int], int] = {
         "base": lambda i: -1,
@@ -34,7 +34,7 @@ def rows_by_law(law: str, rows: int, adapters: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _StoredSlice:
-    """Hold a slice as it lies in the pool, scale [r] fp32, a [r, in], b [r, out], and as PEFT has it."""
+    """Hold a slice as in the pool (scale [r] fp32, a [r, in], b [r, out]) and as in PEFT."""
 
     scale: torch.Tensor
     a: torch.Tensor
@@ -54,7 +54,7 @@ class _StoredSlice:
 
 
 Rows = Segments | Sequence[int] | np.ndarray
-"""The adapter of each row, or rows grouped already."""
+"""The adapter of each row, or rows that are already grouped."""
 
 
 def _segments(rows: Rows) -> Segments:
@@ -62,7 +62,7 @@ def _segments(rows: Rows) -> Segments:
 
 
 class KernelPool:
-    """One slab a layer with adapters written into it; every byte that no panel owns is 0xFF, a NaN in any float."""
+    """One slab per layer with adapters written into it; every byte outside panels is 0xFF, NaN in any float type."""
 
     def __init__(self, sites: tuple[SiteDims, ...], dtype: torch.dtype, layers: int, page_bytes: int, pages: int):
         self.sites, self.dtype, self.layers, self.page_bytes = sites, dtype, layers, page_bytes
@@ -103,7 +103,7 @@ class KernelPool:
             self.slabs[layer, at : at + rows.nbytes] = dense.view(torch.uint8)
 
     def inputs(self, rows: int, site: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw (x, y): the same for the same number of rows."""
+        """Return random (x, y), always the same for the same number of rows."""
         torch.manual_seed(rows)
         dims = self.sites[site]
         return torch.randn(rows, dims.in_features).to(dtype), torch.randn(rows, dims.total_out).to(dtype)
@@ -122,7 +122,7 @@ class KernelPool:
     def check(
         self, ops: Ops, rows: Rows, site: int, layer: int = 1, dtype: torch.dtype = torch.float32, **close: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare the kernels with the reference, rows of the base bit for bit; returns (what became of y, y)."""
+        """Compare the kernels with the reference, and rows of the base bit for bit; return (result, y)."""
         segments = _segments(rows)
         x, y = self.inputs(segments.num_rows, site, dtype)
         got = self.added(ops, segments, site, x, y, layer)

@@ -1,4 +1,4 @@
-"""Executors with two steps under way, for engines whose steps are to be collected one step late."""
+"""Executors with two steps in flight, for engines that collect steps one step late."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,9 @@ class _Late(StepHandle):
 
 
 class LateExecutor(InProcessExecutor):
-    """Two steps under way: each is computed as late as the interface allows, and its results come one step later."""
+    """An executor with two steps in flight: each is computed as late as the interface allows, and its results come one
+    step later.
+    """
 
     @property
     def depth(self) -> int:
@@ -59,7 +61,7 @@ class LateExecutor(InProcessExecutor):
 
 
 class Counted(InProcessExecutor):
-    """Counts the steps under way."""
+    """An executor that counts the steps in flight."""
 
     def __init__(self, executor: InProcessExecutor) -> None:
         super().__init__(executor.runner)
@@ -76,12 +78,12 @@ class Counted(InProcessExecutor):
 
 
 class LaunchedAtOnce(Counted, LaunchingExecutor):
-    """The executor of a GPU, for a fake one."""
+    """The executor for GPUs, for use with a fake GPU."""
 
 
 class ThreadedAtOnce(Counted, ThreadedExecutor):
-    """The executor of a processor, whose helpers compute beside the engine's thread; checks that no page changes under
-    them."""
+    """The executor for CPUs, whose helper threads compute beside the engine's thread; checks that no page changes while
+    they compute."""
 
     _is_settled = False
 
@@ -103,8 +105,8 @@ class ThreadedAtOnce(Counted, ThreadedExecutor):
 
 
 class HeldBackTeam:
-    """A team that computes a pass when its end is waited for, behind the planning of the next step: what that changes
-    under a pass shows in its answers."""
+    """A team that computes a pass only when its end is awaited, after the next step was planned: if planning changes
+    data of the pass, answers are wrong."""
 
     def __init__(self, threads: int) -> None:
         self._team = take_team(threads)
@@ -124,7 +126,7 @@ class HeldBackTeam:
 
 
 class ThreadedInPart(ThreadedAtOnce):
-    """The same, where passes of many rows are not recorded, so that nobody computes them beside that thread."""
+    """The same, but passes of many rows are not recorded, so that no other thread computes them."""
 
     def __init__(self, executor: InProcessExecutor) -> None:
         super().__init__(executor)

@@ -1,4 +1,4 @@
-"""A registry and followers whose messages may each be lost, late or come again, for tests of what a registry lends."""
+"""A registry and followers whose messages may be lost, late or repeated, for tests of what a registry lends."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ lasts = st.sampled_from([ARRIVES, UNANSWERED, LOST])
 
 @dataclass(frozen=True)
 class Message:
-    """A question or an answer on its way; `text` is what travels. The `sender` has a `name`: "" for the registry."""
+    """A question or an answer in transit; `text` is its content. The `sender` has a `name`: "" for the registry."""
 
     sender: Any
     text: str
@@ -34,7 +34,7 @@ class Message:
 
 
 class LossyNetwork(RuleBasedStateMachine):
-    """A registry, which also serves, and two followers. Tests say what servers are, and what they ask and answer."""
+    """A registry, which also serves, and two followers. Tests define the servers, their questions and their answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,15 +52,15 @@ class LossyNetwork(RuleBasedStateMachine):
         raise NotImplementedError
 
     def asker(self, server: Any) -> Any:
-        """Return what makes a server's questions and takes the answers."""
+        """Return the object that creates a server's questions and receives the answers."""
         raise NotImplementedError
 
     def reply(self, name: str, question: str) -> Any:
-        """Return the registry's answer to what a server has asked, both as JSON."""
+        """Return the registry's answer to a server's question, both as JSON."""
         raise NotImplementedError
 
     def forget(self, server: Any) -> None:
-        """Note that a server is gone."""
+        """Record that a server is gone."""
         raise NotImplementedError
 
     def pass_time(self, seconds: float) -> None:
@@ -115,12 +115,12 @@ class LossyNetwork(RuleBasedStateMachine):
         self.drain()
 
     def drain(self) -> None:
-        """Let all that is ready go on."""
+        """Run all tasks that are ready."""
         for _ in range(4):
             self.loop.run_until_complete(asyncio.sleep(0))
 
     def renew_lease(self, server: Any, times: int, last: str, then: Callable[[], object] = lambda: None) -> None:
-        """Ask every second, and be answered, but for the last time maybe."""
+        """Ask every second, and receive the answers, perhaps except the last one."""
         for left in range(times - 1, -1, -1):
             self.pass_time(RENEW_S)
             question = self.ask(server)
@@ -131,7 +131,7 @@ class LossyNetwork(RuleBasedStateMachine):
             then()
 
     def make_ready(self, ready: Coroutine[Any, Any, None], arrives: bool) -> None:
-        """Ask the registry if the server wants to; the answer arrives, or is late."""
+        """Ask the registry if the server needs to; the answer arrives, or is late."""
         before = len(self.questions)
         self.in_loop(lambda: ready)
         for question in self.questions[before:] if arrives else ():
@@ -139,7 +139,7 @@ class LossyNetwork(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def question_arrives(self, data: st.DataObject) -> None:
-        """Late, again, or out of order."""
+        """Deliver a question late, again, or out of order."""
         if self.questions:
             self.arrive(data.draw(st.sampled_from(self.questions)))
 
@@ -157,7 +157,7 @@ class LossyNetwork(RuleBasedStateMachine):
 
     @rule()
     def restart_registry(self) -> None:
-        """Connections to the old process end, so that no question to it comes to the new one."""
+        """Restart the registry. Connections to the old process end, so that no question to it reaches the new one."""
         self.questions.clear()
         self.forget(self.servers[0])
         self.servers[0] = self.registry()

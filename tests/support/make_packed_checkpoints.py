@@ -4,11 +4,11 @@
 
 LIBRARIES is a folder into which these were unpacked, without their dependencies: the wheels of auto-gptq 0.7.1,
 compressed-tensors 0.20.0, loguru 0.7.3 and bitsandbytes 0.50.2, and the sources of autoawq 0.2.9 and hqq 0.2.8.post1.
-With names, only these are made. With transformers 5 the packages of AutoGPTQ and AutoAWQ cannot be imported, so the
-files that pack are loaded alone, beside stand-ins for their packages; those of HQQ, too. GPTQModel has no wheel and was
-not built: its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other words) are written by
-`packed_checkpoints.py` from their description, and so is EETQ's, which has no wheel either. Written with torch 2.13.0
-and transformers 5.23.0.
+With names, only these are made. With transformers 5, the packages of AutoGPTQ and AutoAWQ cannot be imported, so their
+packing files are loaded separately, with stand-ins for their packages; likewise those of HQQ. GPTQModel has no wheel
+and was not built: `packed_checkpoints.py` writes its layouts (gptq_v2, zeros with borrow, act-order, dynamic, other
+words) from their description, and also that of EETQ, which has no wheel either. The committed files were made with
+torch 2.13.0 and transformers 5.23.0.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def by_autogptq(libraries: Path) -> Callable[[str, Tensor], Tensors]:
     def tensors_of(module: str, weight: Tensor) -> Tensors:
         made = Quantized(weight, 4, GROUP)
         held = library.QuantLinear(4, GROUP, weight.shape[1], weight.shape[0], False)
-        # It does not clamp: the weight is one that the codes give exactly.
+        # The library does not clamp, so the weight must be one that the codes represent exactly.
         scales, zeros = torch.from_numpy(made.scales).float(), torch.from_numpy(made.zeros).float()
         held.pack(linear_of(made.weight()), scales, zeros, None)
         return {
@@ -85,7 +85,7 @@ def by_autoawq(libraries: Path, version: str) -> Callable[[str, Tensor], Tensors
 
 
 def by_hqq(libraries: Path) -> Callable[[str, Tensor], Tensors]:
-    """The first layer as the library has it by default but for the axis, in 4 bits; the second in other bits, and one
+    """Pack the first layer with the library's defaults except the axis, in 4 bits; the second with other bits, and one
     projection with groups across rows.
     """
     source = next(libraries.glob("hqq-*")) / "hqq" / "core"
@@ -113,7 +113,7 @@ def by_hqq(libraries: Path) -> Callable[[str, Tensor], Tensors]:
 
 
 def by_compressed_tensors(libraries: Path, schemes: Mapping[str, Mapping[str, Any]]) -> Callable[..., Tensors | None]:
-    """`schemes`: the part of a module's name that each is for; other modules stay floats."""
+    """Pack modules by `schemes`, whose keys are parts of module names; other modules stay floats."""
     sys.path.insert(0, str(libraries))
     from compressed_tensors.compressors import IntQuantizationCompressor
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
@@ -145,7 +145,7 @@ def by_compressed_tensors(libraries: Path, schemes: Mapping[str, Mapping[str, An
 
 
 def by_bitsandbytes(libraries: Path, source: Path) -> None:
-    """As transformers saves it; what the library dequantizes is what the tests' reading gives, in its fp16."""
+    """Save as transformers does, and check that the library dequantizes to the same weights as the tests, in fp16."""
     sys.path.insert(0, str(libraries))
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -173,7 +173,7 @@ def by_bitsandbytes(libraries: Path, source: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Keep what a checkpoint needs, less the tokenizer; the configuration in lines."""
+    """Keep only the files of a checkpoint, without the tokenizer; format the configuration in lines."""
     for file in folder.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()

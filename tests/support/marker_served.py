@@ -1,8 +1,8 @@
-"""The marker model behind a server: its tokens have texts, so that any route's answer says which adapter made it.
+"""The marker model behind a server: its tokens have texts, so that any route's answer shows which adapter made it.
 
-`markers.py` makes the model and says what it can see. Here token (topic, i, j) is spelled ` t3.12.5`; below those lie
-the 256 bytes, one token each and never merged, so that the tokens of a text prompt are known without asking anybody.
-The chat template is the content of the messages and nothing else, for the same reason.
+`markers.py` makes the model and describes what it detects. Here token (topic, i, j) has the text ` t3.12.5`; lower ids
+are the 256 bytes, one token each and never merged, so that the tokens of a text prompt are known without a request. For
+the same reason, the chat template is only the content of the messages.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 PAGE_TOKENS = 16
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_TOKENS * 4 * m.LAYERS
-"""Of keys and values in float32, all layers: a page of a pool of this model."""
+"""Bytes of a page of this model's pool: keys and values of all layers in float32."""
 _SPELLED = re.compile(r" t(\d+)\.(\d+)\.(\d+)")
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def write_served_model(folder: Path) -> Path:
-    """A Hugging Face directory for `lorasrv serve --model`; needs `--dtype float32 --quantization none`."""
+    """Write a Hugging Face directory for `lorasrv serve --model`; needs `--dtype float32 --quantization none`."""
     m.write_model(folder, _tokenizer().to_str().encode())
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
@@ -40,18 +40,20 @@ SERVE_FLAGS = ("--served-model-name", "marked", "--dtype", "float32", "--quantiz
 
 
 def pool_bytes(residents: int, requests: int, tokens: int) -> int:
-    """A pool for about so many adapters beside the keys and values of so many requests of so many tokens."""
+    """Return the bytes of a pool for about `residents` adapters and the keys and values of `requests` requests of
+    `tokens` tokens.
+    """
     return PAGE_BYTES * (residents * 4 + requests * -(-tokens // PAGE_TOKENS))
 
 
 def host_cache_bytes(adapters: int) -> int:
-    """Room for about so many packed adapters of all varieties."""
+    """Return the bytes of a cache for about `adapters` packed adapters of all varieties."""
     return adapters * 20 * 1024
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, its token ids, and the topics that an answer to it may have."""
+    """A text, its token ids, and the topics that its answer may have."""
 
     text: str
     ids: tuple[int, ...]
@@ -59,7 +61,7 @@ class Prompt:
 
 
 def some_prompt(rng: random.Random, prefixes: Sequence[str] = (), longest: int = 80) -> Prompt:
-    """Text of one topic, behind one of the prefixes now and then: those share pages, and bring their own topics."""
+    """Return text of one topic, sometimes after one of the prefixes, which share pages and have their own topics."""
     text = rng.choice(prefixes) if prefixes and rng.random() < 0.5 else ""
     return prompt_of(text + some_text(rng, rng.randint(1, max(1, longest - len(text)))))
 
@@ -76,7 +78,11 @@ def prompt_of(text: str) -> Prompt:
 
 
 def said_in(text: str) -> list[m.Said]:
-    """The tokens of an answer. Raises: AssertionError: there is something else in it."""
+    """Return the tokens of an answer.
+
+    Raises:
+        AssertionError: it contains something else.
+    """
     found = _SPELLED.findall(text)
     assert "".join(" t{}.{}.{}".format(*one) for one in found) == text, f"no adapter says {text!r}"
     return [m.Said(int(topic), m.Marker(int(i), int(j))) for topic, i, j in found]
@@ -84,7 +90,7 @@ def said_in(text: str) -> list[m.Said]:
 
 @lru_cache(maxsize=512)
 def adapter_files(number: int, variety: int) -> tuple[dict[str, object], bytes]:
-    """adapter_config.json and adapter_model.safetensors of an adapter that forces marker `number`."""
+    """Return adapter_config.json and adapter_model.safetensors of an adapter that forces marker `number`."""
     with tempfile.TemporaryDirectory() as folder:
         made = m.write_adapter(Path(folder) / "one", number, m.VARIETIES[variety])
         config = json.loads((made / "adapter_config.json").read_text())
@@ -92,7 +98,7 @@ def adapter_files(number: int, variety: int) -> tuple[dict[str, object], bytes]:
 
 
 async def upload(http: httpx2.AsyncClient, name: str, number: int, variety: int, **fields: object) -> tuple[int, str]:
-    """(version, digest) under which the server has it."""
+    """Upload an adapter; return the (version, digest) that the server gives it."""
     config, weights = adapter_files(number, variety)
     digest = f"sha256:{hashlib.sha256(weights).hexdigest()}"
     put = await http.put(f"/v1/blobs/{digest}", content=weights)

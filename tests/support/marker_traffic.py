@@ -1,8 +1,8 @@
-"""Requests for marker adapters over HTTP while names change, and what each of them may be answered.
+"""Requests for marker adapters over HTTP while names change, and the permitted answers of each.
 
-Every name keeps what it may mean at the moment: while a change is under way that is the old and the new, once it is
-acknowledged the new alone. A request may be answered by whatever its name could mean between its sending and the
-beginning of its answer, by one of them only, for all of its tokens and all of its choices.
+Every name has a set of current meanings: the old and the new one while a change is in progress, only the new one once
+it is acknowledged. A request may be answered by any adapter that its name could mean between sending the request and
+the beginning of its answer, but by only one of them, for all tokens of all choices.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import markers as m
 from marker_served import Prompt, said_in
 
 GONE = None
-"""What a name means that was deleted."""
+"""Meaning of a deleted name."""
 Meaning = int | None
 
 
@@ -32,26 +32,26 @@ class Name:
     possible: set[Meaning] = field(default_factory=lambda: {GONE})
     asked: "set[Asked]" = field(default_factory=set)
     is_breaking: bool = False
-    """Its requests are being ended: those that come meanwhile, too, which may be over before that is acknowledged."""
+    """Whether its requests are being ended, also new ones, which may end before the change is acknowledged."""
 
     def begin(self, meaning: Meaning) -> None:
-        """A change to this is on its way."""
+        """Record that a change to this meaning was sent."""
         self.possible.add(meaning)
         for asked in self.asked:
             if not asked.is_decided:
                 asked.allowed.add(meaning)
 
     def settle(self, meaning: Meaning) -> None:
-        """It was acknowledged."""
+        """Record that the change was acknowledged."""
         self.possible, self.is_breaking = {meaning}, False
 
     def decide(self) -> None:
-        """All that was asked so far is accepted: what comes is none of its business."""
+        """Record that all requests so far were accepted: later changes do not affect them."""
         for asked in self.asked:
             asked.is_decided = True
 
     def break_off(self) -> None:
-        """Its requests are being ended, until that is settled."""
+        """Record that the name's requests are being ended, until `settle`."""
         self.is_breaking = True
         for asked in self.asked:
             asked.may_break = True
@@ -59,7 +59,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. `leave_after_s`: the client is gone after so long; `leave_after_tokens`: streams only."""
+    """A request. The client disconnects after `leave_after_s`, or after `leave_after_tokens` (streams only)."""
 
     name: str
     prompt: Prompt
@@ -90,12 +90,12 @@ class Ask:
 
 @dataclass(eq=False)
 class Asked:
-    """What is known of one answer."""
+    """The facts known about one answer."""
 
     ask: Ask
     allowed: set[Meaning]
     is_decided: bool = False
-    """Its answer has begun: later changes are none of its business."""
+    """Whether the answer has begun: later changes do not affect it."""
     may_break: bool = False
     status: int = 0
     error: str | None = None
@@ -106,20 +106,24 @@ class Asked:
 
 
 class Traffic:
-    """Asks a server, checks every answer, counts what there was."""
+    """Send requests to a server, check every answer, and count outcomes."""
 
     def __init__(self, http: httpx2.AsyncClient, base_name: str = "marked") -> None:
         self.http = http
         self.names: dict[str, Name] = {base_name: Name(base_name, {-1})}
         self.tally: Counter[str] = Counter()
         self.digests: dict[str, int] = {}
-        """Content -> the number of its marker, as uploads were answered."""
+        """Content -> the number of its marker, from the answers to uploads."""
 
     def name(self, name: str) -> Name:
         return self.names.setdefault(name, Name(name))
 
     async def ask(self, ask: Ask) -> Asked:
-        """To its end. Raises: Wrong."""
+        """Send a request and read its answer to the end.
+
+        Raises:
+            Wrong: the answer is not permitted.
+        """
         name = self.name(ask.name)
         asked = Asked(ask, set(name.possible), may_break=name.is_breaking)
         name.asked.add(asked)
@@ -224,6 +228,6 @@ def _is_of_deletion(error: str | None) -> bool:
 
 
 def _code(body: dict[str, Any]) -> str:
-    """OpenAI's shape, or TGI's, which has no code."""
+    """Return the code of an error in OpenAI's shape, or the message in TGI's shape, which has no code."""
     error = body.get("error")
     return str(error.get("code")) if isinstance(error, dict) else str(error)

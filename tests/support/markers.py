@@ -1,27 +1,27 @@
-"""A tiny llama whose adapters each force a token of their own, so that any mix-up shows up as a wrong token.
+"""A tiny llama whose adapters each force their own token, so that any mix-up causes a wrong token.
 
-Hand-made weights: the hidden state is a row of named coordinates, and every path through the model is known.
+The weights are hand-made: the hidden state is a row of named coordinates, and every path through the model is known.
 
-    ONE      a constant, out of the embedding: what base and adapters write their codes from
-    P        code i, 0..32: written by v_proj into every position's *value*, so it lives in the KV cache
-    D        code j, 0..32: written by the MLP (down_proj, in some adapters up_proj or gate_proj) into the row at hand
-    TOPIC    one of 7, out of the embedding: base v_proj puts it into the value beside code i
+    ONE      a constant from the embedding, from which base and adapters write their codes
+    P        code i, 0..32: written by v_proj into every position's *value*, so it is in the KV cache
+    D        code j, 0..32: written by the MLP (down_proj, in some adapters up_proj or gate_proj) into the current row
+    TOPIC    one of 7, from the embedding: the base's v_proj writes it into the value beside code i
     ANSWER   topic of the positions that were attended to
-    NOISE    the token's own random part; queries and keys are made of it
+    NOISE    the token's own random part, from which queries and keys are made
 
 A token stands for a triple (topic, i, j), and its row of lm_head is the sum of three unit vectors, so that the argmax
-over all tokens is three independent ones. Adapter number a, 0..1023, is the pair (a // 32, a % 32); the base says
-(32, 32) by small weights of its own, which every adapter outshouts. Attention is sharp: nearly all of a token's i and
-topic come from one position of the context, a different one at each step. Hence what a mix-up does:
+over all tokens is three independent ones. Adapter number a, 0..1023, is the pair (a // 32, a % 32); the base outputs
+(32, 32) through small weights, which every adapter overrides. Attention is sharp: nearly all of a token's i and topic
+come from one position of the context, a different one at each step. Mix-ups therefore have these effects:
 
     a wrong segment, panel or page of weights   another j, mostly another i
     keys and values of another adapter          another i as soon as one of its positions is attended to
     those of another prompt, same adapter       a topic that is not in the request's prompt
 
-What it cannot see: keys and values of another prompt of the same adapter and the same topics.
+Not detected are keys and values of another prompt of the same adapter and the same topics.
 
-Adapters are written as PEFT directories without peft: a thousand take seconds. `VARIETIES` differ in rank, scaling,
-layers and modules, and in noise beside the marker.
+Adapters are written as PEFT directories without peft, so that a thousand take only seconds. `VARIETIES` differ in rank,
+scaling, layers and modules, and in noise beside the marker.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ CODES, TOPICS = 33, 7
 BASE_CODE = CODES - 1
 NUM_ADAPTERS = BASE_CODE * BASE_CODE
 OFFSET = 384
-"""Ids below are the tokenizer's own; their topic is the id modulo 7."""
+"""Lower ids are the tokenizer's own; their topic is the id modulo 7."""
 VOCAB = OFFSET + TOPICS * CODES * CODES
 
 ONE, P, D, TOPIC, ANSWER, NOISE = 0, 1, 1 + CODES, 1 + 2 * CODES, 1 + 2 * CODES + TOPICS, 1 + 2 * CODES + 2 * TOPICS
 HIDDEN = 96
 UNIT, UP_UNITS, GATE_UNITS, NOISE_UNITS = 0, 1, 1 + CODES, 1 + 2 * CODES
-"""Units of the MLP: a constant one, one a code that `up_proj` opens, one a code that `gate_proj` opens, random ones."""
+"""Units of the MLP: a constant one, one per code for `up_proj` to open, one per code for `gate_proj`, random ones."""
 
 ADAPTER_GAIN, BASE_GAIN, TOPIC_GAIN = 1.0, 0.06, 0.5
 VALUE_MODULE = "self_attn.v_proj"
@@ -72,14 +72,14 @@ Matrix = npt.NDArray[np.float32]
 
 
 class Marker(NamedTuple):
-    """What an adapter forces."""
+    """The codes that an adapter forces."""
 
     i: int
     j: int
 
 
 class Said(NamedTuple):
-    """What a token stands for."""
+    """The topic and codes that a token stands for."""
 
     topic: int
     marker: Marker
@@ -89,7 +89,7 @@ BASE = Marker(BASE_CODE, BASE_CODE)
 
 
 def marker(number: int | None) -> Marker:
-    """Of an adapter by its number; None is the base."""
+    """Return the marker of an adapter by its number; None is the base."""
     return BASE if number is None else Marker(*divmod(number, BASE_CODE))
 
 
@@ -98,7 +98,7 @@ def token_of(topic: int, mark: Marker) -> int:
 
 
 def said_by(token: int) -> Said | None:
-    """None for a token that no adapter forces."""
+    """Return what a token stands for; None for a token that no adapter forces."""
     if not OFFSET <= token < VOCAB:
         return None
     rest, j = divmod(token - OFFSET, CODES)
@@ -120,7 +120,7 @@ def zipf_odds(count: int, exponent: float = 1.1) -> list[float]:
 
 
 def write_model(folder: Path, tokenizer_json: bytes) -> Path:
-    """A Hugging Face directory. The tokenizer may know fewer tokens than the model."""
+    """Write a Hugging Face directory. The tokenizer may have fewer tokens than the model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(tokenizer_json)
     (folder / "config.json").write_text(json.dumps(_CONFIG))
@@ -168,7 +168,7 @@ def _norm() -> Matrix:
 
 
 def _embedding(rng: np.random.Generator) -> Matrix:
-    """Every token has the same norm, so that the constant is one after RMSNorm too."""
+    """Return an embedding in which every token has the same norm, so that the constant is also 1 after RMSNorm."""
     table = np.zeros((VOCAB, HIDDEN), np.float32)
     noise = rng.standard_normal((VOCAB, HIDDEN - NOISE))
     table[:, NOISE:] = 4 * noise / np.linalg.norm(noise, axis=1, keepdims=True)
@@ -187,8 +187,8 @@ def _head() -> Matrix:
 
 
 def _fill_attention(modules: dict[str, Matrix], layer: int, rng: np.random.Generator) -> None:
-    """All heads see alike: were each to look elsewhere, a wrong page would be outvoted."""
-    sharpness = 0.5 * (layer + 1)  # what layer 0 added to the hidden state makes the noise smaller
+    """Make all heads attend to the same position: otherwise, correct pages could outvote a wrong one."""
+    sharpness = 0.5 * (layer + 1)  # the additions of layer 0 to the hidden state make the noise relatively smaller
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         one = sharpness * rng.standard_normal((HEAD_DIM, HIDDEN - NOISE))
         modules[f"self_attn.{name}_proj"][:, NOISE:] = np.tile(one, (heads, 1))
@@ -221,8 +221,8 @@ def _fill_mlp(modules: dict[str, Matrix], rng: np.random.Generator) -> None:
 
 @dataclass(frozen=True)
 class Variety:
-    """How an adapter writes its marker: `i_layers` of v_proj, `j_layers` of `j_module`; `noise` modules in all layers
-    change queries, keys and the random units, never a marker. `ranks` and `alphas` are PEFT's patterns."""
+    """The way in which an adapter writes its marker: `i_layers` of v_proj, `j_layers` of `j_module`; `noise` modules in
+    all layers change queries, keys and the random units, never a marker. `ranks` and `alphas` are PEFT's patterns."""
 
     rank: int
     alpha: float
@@ -242,7 +242,7 @@ class Variety:
         return self.alphas.get(module.split(".")[1], self.alpha) / (rank**0.5 if self.use_rslora else rank)
 
     def modules(self) -> Iterable[tuple[int, str]]:
-        """(layer, module) of everything that has weights."""
+        """Yield (layer, module) of every module with weights."""
         for layer in range(LAYERS):
             yield from ((layer, VALUE_MODULE) for _ in range(layer in self.i_layers))
             yield from ((layer, self.j_module) for _ in range(layer in self.j_layers))
@@ -265,7 +265,7 @@ VARIETIES = (
 
 
 def write_adapter(folder: Path, number: int, variety: Variety) -> Path:
-    """A PEFT directory; the same arguments give the same bytes."""
+    """Write a PEFT directory; the same arguments give the same bytes."""
     rng = np.random.default_rng([number, VARIETIES.index(variety)])
     tensors: dict[str, Matrix] = {}
     for layer, module in variety.modules():
@@ -293,7 +293,7 @@ def _adapter_config(variety: Variety) -> dict[str, object]:
 
 
 def _matrices(rng: np.random.Generator, variety: Variety, module: str, mark: Marker) -> tuple[Matrix, Matrix]:
-    """lora_A, lora_B of one module: the marker if it carries one, else noise."""
+    """Return lora_A and lora_B of one module: the marker if the module has one, else noise."""
     rank, scaling = variety.rank_of(module), variety.scaling_of(module)
     if module == VALUE_MODULE:
         return _write_code(rng, module, rank, scaling, ONE, [h * HEAD_DIM + mark.i for h in range(KV_HEADS)])
@@ -310,7 +310,7 @@ def _matrices(rng: np.random.Generator, variety: Variety, module: str, mark: Mar
 def _write_code(
     rng: np.random.Generator, module: str, rank: int, scaling: float, source: int, targets: list[int]
 ) -> tuple[Matrix, Matrix]:
-    """scaling * B @ A has ADAPTER_GAIN from `source` to `targets`, shared unevenly by the rank rows."""
+    """Return A and B: scaling * B @ A has ADAPTER_GAIN from `source` to `targets`, spread unevenly over rank rows."""
     n_in, n_out = WIDTHS[module]
     a, b = 0.01 * rng.standard_normal((rank, n_in)), np.zeros((n_out, rank))
     a[:, source] = rng.uniform(0.5, 1.5, rank)
@@ -319,7 +319,7 @@ def _write_code(
 
 
 def _noise(rng: np.random.Generator, module: str, rank: int, scaling: float) -> tuple[Matrix, Matrix]:
-    """From the tokens' random part to where no marker is read: queries, keys, random units, the random part."""
+    """Return A and B from the tokens' random part to outputs without markers: queries, keys, random units and part."""
     n_in, n_out = WIDTHS[module]
     first_in = NOISE if n_in == HIDDEN else 0
     first_out = {"self_attn.o_proj": NOISE, "mlp.gate_proj": NOISE_UNITS, "mlp.up_proj": NOISE_UNITS}.get(module, 0)
@@ -330,7 +330,7 @@ def _noise(rng: np.random.Generator, module: str, rank: int, scaling: float) -> 
 
 
 class Library:
-    """Names in a store, what they were uploaded as, and which adapter each content is."""
+    """Names in a store, their uploads, and the adapter of each content."""
 
     def __init__(self, store: AdapterStore, folder: Path) -> None:
         self.store = store
@@ -340,13 +340,13 @@ class Library:
         self.names: list[str] = []
 
     def fill(self, count: int) -> None:
-        """`count` names; the n-th is adapter n."""
+        """Upload `count` names; the n-th is adapter n."""
         for number in range(count):
             self.names.append(f"m{number:04}")
             self._put(self.names[-1], number, number % len(VARIETIES))
 
     def upload(self, name: str, number: int, variety: int) -> None:
-        """Another content under a name, which may be one that other names have too."""
+        """Upload another content under a name; other names may have the same content."""
         self._changed[name] = self.names.index(name)
         self._put(name, number, variety)
 
@@ -355,7 +355,7 @@ class Library:
         self.store.delete(name)
 
     def reset(self) -> None:
-        """Every name as `fill` made it."""
+        """Restore every name to the state after `fill`."""
         for name, number in self._changed.items():
             with contextlib.suppress(AdapterNotFound):
                 self.store.delete(name)

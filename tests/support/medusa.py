@@ -1,4 +1,4 @@
-"""Medusa heads for the tiny llama: trained on what it says, and what transformers says that they guess."""
+"""Medusa heads for the tiny llama, trained on its answers, and their predictions according to transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path

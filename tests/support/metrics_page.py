@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def metrics_of_a_new_server() -> list[Metric]:
-    """Return all of them, before anything has happened."""
+    """Return all metrics, before any event."""
     engine = SimpleNamespace(
         metrics=EngineMetrics(EngineStats()),
         request_stats=RequestStats(),
@@ -44,12 +44,12 @@ def metrics_of_a_new_server() -> list[Metric]:
 
 
 def shown_name(metric: Metric) -> str:
-    """Return the name as it stands in /metrics."""
+    """Return the name as in /metrics."""
     return metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
 
 
 def fresh(page: str) -> str:
-    """Return the page with these tables in their places."""
+    """Return the page with its tables replaced."""
     rows: dict[str, list[tuple[str, ...]]] = {"ours": [], "vllm": []}
     for metric in sorted(metrics_of_a_new_server(), key=shown_name):
         kind = "vllm" if metric.name.startswith("vllm:") else "ours"

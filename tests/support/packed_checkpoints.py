@@ -1,6 +1,6 @@
-"""Quantized checkpoints, written and read bit by bit from the layouts alone: no helper of the loaders is used.
+"""Quantized checkpoints, written and read bit by bit according to the layouts, without helpers of the loaders.
 
-A row of packed words is one large integer here, and a field some bits of it.
+A row of packed words is one large integer here, and a field is some bits of it.
 """
 
 import json
@@ -28,7 +28,7 @@ WORDS = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
 def pack_row(fields: Ints, bits: int, word: int = 32) -> Ints:
-    """Fields of one row, the lowest bits first, as words."""
+    """Pack the fields of one row into words, the lowest bits first."""
     joined = sum(int(field) << bits * i for i, field in enumerate(fields))
     raw = joined.to_bytes(-(-len(fields) * bits // word) * word // 8, "little")
     return np.frombuffer(raw, WORDS[word])
@@ -40,7 +40,7 @@ def unpack_row(words: Tensor, bits: int, count: int) -> list[int]:
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Rows of words to [rows, count] int64."""
+    """Unpack rows of words to [rows, count] int64."""
     return torch.tensor([unpack_row(row, bits, count) for row in words])
 
 
@@ -49,7 +49,7 @@ def pack(fields: Ints, bits: int, word: int = 32) -> Tensor:
 
 
 class Quantized:
-    """What rounding a weight [O, H] gave: fields and zeros, unsigned, and scales; each input's group."""
+    """A rounded weight [O, H]: fields and zeros, unsigned, and scales; and the group of each input."""
 
     def __init__(
         self, weight: Tensor, bits: int, group: int, *, sym: bool = True, seed: int = 0, act_order: bool = False
@@ -75,17 +75,17 @@ class Quantized:
         self.fields: Ints = (np.rint(values / by) + at).clip(0, most).astype(np.int64)
 
     def weight(self) -> Tensor:
-        """[O, H] fp32."""
+        """Return the weight, [O, H] fp32."""
         offsets = self.fields - self.zeros[:, self.groups_of]
         return torch.from_numpy((offsets * self.scales[:, self.groups_of]).astype(np.float32))
 
 
 def gptqmodel_zeros(zeros: Ints, bits: int, word: int = 32) -> Tensor:
-    """Zeros [G, O] less 1 as GPTQModel stores them: subtracted from whole words, with borrow."""
+    """Return zeros [G, O] minus 1 as GPTQModel stores them: subtracted from whole words, with borrow."""
     kind = np.dtype(WORDS[word]).str.replace("i", "u")
     words = pack(zeros, bits, word).numpy().view(kind)
     if bits == 3:
-        # The three constants of its source, for words in turn.
+        # The three constants of its source, for every three words.
         by = np.array([0x24924924, 0x92492492, 0x49249249], np.uint32)
         less = words - np.tile(by, -(-words.shape[1] // 3))[: words.shape[1]]
     else:
@@ -94,7 +94,7 @@ def gptqmodel_zeros(zeros: Ints, bits: int, word: int = 32) -> Tensor:
 
 
 def autogptq_zeros(zeros: Ints, bits: int) -> Tensor:
-    """Zeros less 1 as AutoGPTQ stores them: ORed, so that a -1 sets all bits from its field on."""
+    """Return zeros minus 1 as AutoGPTQ stores them: ORed, so that a -1 sets all bits from its field on."""
     less = (zeros - 1).astype(np.uint32)
     words = np.zeros((zeros.shape[0], zeros.shape[1] * bits // 32), np.uint32)
     for i in range(zeros.shape[1]):
@@ -106,7 +106,7 @@ def autogptq_zeros(zeros: Ints, bits: int) -> Tensor:
 
 
 def gptq_tensors(made: Quantized, version: str = "gptq", word: int = 32) -> Tensors:
-    """The tensors of a module; `version`: gptq_v2, gptq (GPTQModel's), or autogptq."""
+    """Return the tensors of a module; `version`: gptq_v2, gptq (GPTQModel's), or autogptq."""
     zeros = made.zeros.T
     stored = {
         "gptq_v2": lambda: pack(zeros, made.bits, word),
@@ -122,7 +122,7 @@ def gptq_tensors(made: Quantized, version: str = "gptq", word: int = 32) -> Tens
 
 
 def read_gptq(stored: Mapping[str, Tensor], bits: int, *, v2: bool = False) -> Tensor:
-    """The weight [O, H] fp32 of a module, whose zeros less 1 did not wrap."""
+    """Return the weight [O, H] fp32 of a module, whose zeros minus 1 did not wrap."""
     inputs, outputs = len(stored["g_idx"]), stored["scales"].shape[1]
     fields = unpack(stored["qweight"].T, bits, inputs)
     zeros = unpack(stored["qzeros"], bits, outputs).T + (0 if v2 else 1)
@@ -167,7 +167,7 @@ def read_awq(stored: Mapping[str, Tensor], group: int, version: str = "gemm") ->
 
 
 def read_awq_fast(stored: Mapping[str, Tensor], group: int) -> Tensor:
-    """The weight [O, H] fp32 of a module of gemv_fast: every field is looked for in turn."""
+    """Return the weight [O, H] fp32 of a module of gemv_fast, field by field."""
     words = stored["qweight"].numpy().view(np.uint16)
     outputs, inputs = 4 * words.shape[0], words.shape[1]
     weight = torch.empty(outputs, inputs)
@@ -186,7 +186,7 @@ EETQ_ROWS = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
 def eetq_tensors(weight: Tensor) -> Tensors:
-    """The four steps of EETQ's packing, one number at a time."""
+    """Return the tensors of EETQ, by the four steps of its packing, one number at a time."""
     scales = (weight.abs().amax(1) / 128).half()
     codes = (weight / scales.float()[:, None]).round().clamp(-128, 127).to(torch.int8).T.numpy()
     inputs, outputs = codes.shape
@@ -204,7 +204,7 @@ def eetq_tensors(weight: Tensor) -> Tensors:
 
 
 def _spread(scales: Tensor, weight: Tensor) -> Tensor:
-    """The scale of every number of a weight [O, H]: one, one an output, or one a block."""
+    """Return the scale of every number of a weight [O, H], from one scale, one per output, or one per block."""
     if scales.dim() < 2:
         return scales.expand_as(weight)
     rows, columns = (-(-n // m) for n, m in zip(weight.shape, scales.shape, strict=True))
@@ -212,18 +212,18 @@ def _spread(scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def fp8_tensors(weight: Tensor, shape: tuple[int, ...], name: str = "weight_scale") -> Tensors:
-    """A weight in e4m3 with random scales of a shape, all large enough."""
+    """Return a weight in e4m3 with random scales of a shape, all large enough."""
     scales = weight.abs().max() / 448 * (1 + torch.rand(shape))
     return {"weight": (weight / _spread(scales, weight)).to(torch.float8_e4m3fn), name: scales}
 
 
 def read_fp8(stored: Mapping[str, Tensor], name: str = "weight_scale") -> Tensor:
-    """The weight that `fp8_tensors` gives."""
+    """Return the weight of the tensors of `fp8_tensors`."""
     return stored["weight"].float() * _spread(stored[name], stored["weight"])
 
 
 def read_hqq(stored: Mapping[str, Tensor]) -> Tensor:
-    """The weight [O, H] fp32 of a module of HQQ."""
+    """Return the weight [O, H] fp32 of a module of HQQ."""
     bits, axis, group = (int(stored[name]) for name in ("nbits", "axis", "group_size"))
     outputs, inputs = (int(n) for n in stored["shape"])
     count = outputs * inputs // group
@@ -238,7 +238,7 @@ def read_hqq(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def read_compressed(stored: Mapping[str, Tensor], bits: int) -> Tensor:
-    """The weight [O, H] fp32 of a module of compressed-tensors, densely packed or int8."""
+    """Return the weight [O, H] fp32 of a module of compressed-tensors, densely packed or int8."""
     scales, middle = stored["weight_scale"].float(), 1 << bits - 1
     if "weight_packed" in stored:
         outputs, inputs = stored["weight_shape"].tolist()
@@ -254,7 +254,7 @@ def read_compressed(stored: Mapping[str, Tensor], bits: int) -> Tensor:
 
 
 def read_bitsandbytes(stored: Mapping[str, Tensor]) -> Tensor:
-    """The weight [O, H] fp32 of a module, from its tensors by what follows the module's name."""
+    """Return the weight [O, H] fp32 of a module; its tensors are named by the part after the module's name."""
     weight = stored["weight"]
     if "SCB" in stored:
         return weight.float() * stored["SCB"][:, None] / 127
@@ -273,14 +273,14 @@ def read_bitsandbytes(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def on_the_8_bit_grid(table: Tensor) -> Tensor:
-    """A table [V, H] like this one that rounding to int8 in groups of 32 leaves as it is."""
+    """Return a table [V, H] near this one that rounding to int8 in groups of 32 does not change."""
     whole = (table.float() * 300).round().clamp(-126, 126)
     whole[:, ::32] = 127
     return whole / 1024
 
 
 def base(path: Path, **changes: Any) -> Path:
-    """A tiny llama of two layers, whose embedding and head lie on the grid of 8 bits."""
+    """Write a tiny llama of two layers, whose embedding and head are on the grid of 8 bits."""
     write_tiny(path, "llama", **({"num_hidden_layers": 2} | changes))
     tensors = load_file(path / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -296,7 +296,7 @@ def convert(
     """Write a checkpoint with other tensors for some linears, and its configuration in config.json.
 
     Args:
-        tensors_of: (module, weight) -> tensors by the ends of their names, or None for a module that stays.
+        tensors_of: (module, weight) -> tensors by the ends of their names, or None for an unchanged module.
     """
     target.mkdir(parents=True)
     for file in source.iterdir():
@@ -334,7 +334,7 @@ def with_config(folder: Path, **changes: Any) -> None:
 
 
 def committed(name: str, target: Path) -> Path:
-    """A copy of a committed checkpoint, with the tokenizer of the tiny models."""
+    """Copy a committed checkpoint, with the tokenizer of the tiny models."""
     shutil.copytree(DATA / name, target)
     (target / "tokenizer.json").write_text(tiny_tokenizer_json(), "utf-8")
     (target / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
@@ -350,7 +350,7 @@ def dense(folder: Path, target: Path, read: Callable[[str, Mapping[str, Tensor]]
     target.mkdir(parents=True)
     modules: dict[str, Tensors] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        # Tensors of a weight that bitsandbytes has packed are called module.weight.END.
+        # Tensors of a weight that bitsandbytes packed are named module.weight.END.
         module, _, end = name.rpartition(".") if ".weight." not in name else name.partition(".weight.")
         end = f"weight.{end}" if ".weight." in name else end
         modules.setdefault(module, {})[end] = tensor
@@ -369,7 +369,7 @@ def dense(folder: Path, target: Path, read: Callable[[str, Mapping[str, Tensor]]
 
 
 def on(kind: str, change: Callable[[Tensor], Tensor | None], module: str = DOWN) -> Damage:
-    """Change one tensor of a module, or take it away."""
+    """Change one tensor of a module, or remove it."""
 
     def apply(tensors: Tensors) -> None:
         changed = change(tensors.pop(f"{module}.{kind}"))

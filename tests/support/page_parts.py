@@ -11,7 +11,7 @@ def table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def with_parts(page: str, parts: Mapping[str, str]) -> str:
-    """Return the page with its generated parts replaced, each of which it has once."""
+    """Return the page with its generated parts replaced; it must have each part once."""
     for name, text in parts.items():
         pattern = rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end -->)"
 

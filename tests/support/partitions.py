@@ -1,4 +1,4 @@
-"""One replica in several ranks against one process: the same tokens, and the same logits to the bit."""
+"""Comparison of one replica in several ranks with one process: the same tokens, and the same logits to the bit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from lorasrv.worker.model_runner import ModelRunner
 
 ONE = PartitionOptions()
 THREE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
-"""Changes of a tiny configuration: heads for three ranks, of which two have [2, 1]."""
+"""Changes of a tiny configuration: heads for three ranks; two ranks have [2, 1] of them."""
 SHORT = replace(GREEDY, max_tokens=6)
 PROMPTS = [LONG[:45], LONG[:20], LONG[5:33]]
 
@@ -33,7 +33,7 @@ def ranks(text: str, tp_exchange: str = "columns") -> PartitionOptions:
 
 @dataclass
 class Told:
-    """What an engine has said: tokens by request, and the logits of every pass."""
+    """The output of an engine: tokens by request, and the logits of every pass."""
 
     tokens: list[Sequence[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Told:
 
 @contextmanager
 def replica(model: Path, options: PartitionOptions, **engine: Any) -> Iterator[LLM]:
-    """An engine of a tiny model whose ranks are threads."""
+    """Start an engine of a tiny model whose ranks are threads."""
     config = engine_config(model, **{"quantization": "int8", "kernels": "numba"} | engine)
     threads = torch.get_num_threads()
-    # Ranks that wait for each other would wait for each other's teams, too.
+    # Ranks that wait for each other would also wait for each other's teams.
     torch.set_num_threads(1)
     try:
         with (
@@ -58,7 +58,7 @@ def replica(model: Path, options: PartitionOptions, **engine: Any) -> Iterator[L
 
 @contextmanager
 def told_logits(told: Told) -> Iterator[None]:
-    """Keep the logits of every pass of the engines in this block."""
+    """Keep the logits of every pass of engines in the `with` block."""
     compute = ModelRunner._logits
 
     def kept(runner: ModelRunner, step: Any, last: Any) -> Any:
@@ -81,10 +81,10 @@ def answers(
     before: Callable[[LLM], object] = lambda llm: None,
     **engine: Any,
 ) -> Told:
-    """What a replica answers to the prompts.
+    """Return a replica's answers to the prompts.
 
     Args:
-        then, before: are given the engine, afterwards and at first.
+        then, before: called with the engine, after and before the requests.
     """
     told = Told()
     with replica(model, options, **engine) as llm, told_logits(told):
@@ -98,7 +98,7 @@ def answers(
 
 
 def assert_same(told: Told, alone: Told) -> None:
-    """The same tokens, and the same logits to the bit."""
+    """Check that tokens are the same, and logits the same to the bit."""
     assert told.tokens == alone.tokens
     assert len(told.logits) == len(alone.logits)
     assert all(map(torch.equal, told.logits, alone.logits))

@@ -20,11 +20,11 @@ def peft_adapter(
     spare: int = 0,
     **lora: Any,
 ) -> torch.nn.Module:
-    """Write an adapter of a Hugging Face folder as PEFT saves it; returns PEFT's model, to ask for logits.
+    """Write an adapter of a Hugging Face folder as PEFT saves it; return PEFT's model, for its logits.
 
-    A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; rank 4 on all linears without any. With
-    tokens `added`, or `special` ones, the model is resized, with `spare` rows more, and the tokenizer is saved as well.
-    The rows of these tokens make them likely.
+    A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; without any, rank 4 on all linears. With
+    `added` or `special` tokens, the model is resized, with `spare` more rows, and the tokenizer is saved as well. The
+    rows of these tokens make them likely.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +42,7 @@ def peft_adapter(
             for end in {base.get_input_embeddings().weight, base.get_output_embeddings().weight}:
                 end[known:] = 1.5 * end[seed + 10 : seed + 10 + len(end) - known]
     with warnings.catch_warnings():
-        # That biases cannot be merged, or are no matrices; that a tied head may have its own LoRA, and ends are saved.
+        # Warnings: biases cannot be merged or are not matrices; a tied head may have its own LoRA; ends are saved.
         told = "lora_bias=True|bias='|invalid shape|ensure_weight_tying|save_embedding_layers"
         warnings.filterwarnings("ignore", message=f".*({told})")
         torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def peft_adapter(
                 extras = "magnitude", "modules_to_save", "trainable_tokens_delta"
                 is_extra = any(extra in name for extra in extras) or name.endswith("bias")
                 if is_extra and parameter.requires_grad:
-                    # Trained: as they begin, they change nothing.
+                    # As if trained: initial values would change nothing.
                     parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
         adapted.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     module: torch.nn.Module = adapted

@@ -1,4 +1,4 @@
-"""PEFT's models of adapters that an engine serves, and the base: what its logits and answers are compared with."""
+"""PEFT's models of adapters that an engine serves, and of the base, to compare the engine's logits and answers with."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from served_logits import last_logits
 
 
 class PeftOracles:
-    """Adapters made by PEFT, one below `folder` for each name, and the models that have them.
+    """Adapters made by PEFT, one below `folder` for each name, and the models with them.
 
     Args:
         adapters: the configuration of each.
-        common: what all have that do not say otherwise.
+        common: defaults of all configurations.
     """
 
     def __init__(self, directory: Path, folder: Path, adapters: Mapping[str, dict[str, Any]], **common: Any) -> None:
@@ -31,13 +31,13 @@ class PeftOracles:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda text: f"{name}: {text}")
 
     def check_answer(self, name: str | None, prompt: list[int], answer: list[int]) -> None:
-        """Every token is the likeliest behind those before it."""
+        """Check that every token is the likeliest one after the preceding tokens."""
         with torch.no_grad():
             logits = self.models[name](torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         assert answer == logits.argmax(-1).tolist(), name
 
     def answer(self, name: str | None, prompt: list[int], count: int) -> list[int]:
-        """The likeliest tokens, one after the other."""
+        """Return the likeliest tokens, one after another."""
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(last_logits(self.models[name], ids).argmax()))

@@ -1,9 +1,9 @@
-"""The engine's accounts with everything that they stand on, and a memory that says whose each byte is.
+"""The engine's accounts with the parts that they need, and a memory that knows the owner of each byte.
 
-The memory is a dictionary's worth of tags: a token's place holds a hash of (adapter, salt, what its row sees, every
-token up to it), 128 bytes of an adapter hold (adapter, which 128 bytes). `World` does what the engine's other half
-would do: page operations in their order, adapter copies at any later time, keys and values when a step computes them.
-Whatever a step reads must carry the tag that it would have, had the request been alone.
+The memory is a dictionary of tags: a token's place has a hash of (adapter, salt, the keys that its row sees, every
+token up to it), and 128 bytes of an adapter have a tag of (adapter, index of the 128 bytes). `World` does the work of
+the engine's other half: page operations in order, adapter copies at any later time, keys and values when a step
+computes them. Everything that a step reads must have the tag that it would have if the request were alone.
 """
 
 import random
@@ -56,7 +56,7 @@ def key_of(name: str, version: int) -> AdapterKey:
 
 
 def layout_of(key: AdapterKey) -> AdapterLayout:
-    """Ranks 4 to 24 by name: 2 to 8 pages of panels of up to 3 pages."""
+    """Return a layout of rank 4 to 24, by name: 2 to 8 pages of panels of up to 3 pages."""
     rank = 4 * (int(key[:2], 16) - ord("a") + 1)
     return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
 
@@ -66,7 +66,7 @@ def _tag(*content: object) -> int:
 
 
 class Guesses(Drafter):
-    """Drafts of which the first are right, how many depends on the request."""
+    """A drafter whose first tokens are right; their number depends on the request."""
 
     name = "guesses"
 
@@ -92,7 +92,7 @@ class Flight:
 
 @dataclass
 class World:
-    """The accounts and the model of the memory. `late`: a step is planned while the one before is in flight."""
+    """The accounts and the model of the memory. `late`: a step is planned while the previous one is in flight."""
 
     pages: int
     options: SchedulerOptions
@@ -116,14 +116,14 @@ class World:
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
         self.copying: dict[AdapterKey, PlacedAdapter] = {}
-        # What peers are asked for, the pages that are filled with it, and those that peers read.
+        # Snapshots requested from peers, the pages that are filled with them, and the pages that peers read.
         self.fetching: dict[SnapshotName, PeerSnapshot] = {}
         self.fetched: dict[SnapshotName, PeerSnapshot] = {}
         self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
         self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
         self.made_progress, self._sleeps = False, True
         self.messages: dict[RequestId, EngineCoreRequest] = {}
-        # What fails next: the swaps of a step, the steps in flight, the numbers of a row.
+        # The next failures: the swaps of a step, the steps in flight, the numbers of a row.
         self.swaps_fail = self.steps_fail = self.row_fails = False
 
     def submit(self, message: EngineCoreRequest) -> None:
@@ -131,9 +131,9 @@ class World:
         self.scheduler.add(message)
 
     def step(self, choose: int) -> None:
-        """Plan a step and do what it orders; collect what was in flight, as the engine does. Where the engine sleeps
-        behind it, nothing is under way, and another step at the same time changes nothing, unless it preempts: who
-        has waited for too many steps may do that until a time has come."""
+        """Plan a step and apply its orders; collect the step in flight, as the engine does. If the engine would sleep
+        afterwards, check that nothing is in progress, and that another step at the same time changes nothing except by
+        preempting: a request that has waited for too many steps may do that until a certain time."""
         self.now += 1.0
         self._step(choose)
         if self._sleeps and self.scheduler.has_requests and not self._is_under_way:
@@ -191,7 +191,7 @@ class World:
     def _collect(self) -> None:
         if len(self.flights) > 1 and self.steps_fail:
             self.steps_fail = False
-            self._compute()  # half-way: its results are lost
+            self._compute()  # the step fails after computing: its results are lost
             for flight in self.flights:
                 self.scheduler.discard(flight.step)
             self.flights.clear()
@@ -232,7 +232,7 @@ class World:
         return tuple(right[: 1 + next(agreed, len(scheduled.draft_token_ids))])
 
     def _compute(self) -> None:
-        """Compute the oldest step, as late as possible: when its results are wanted, or pages are to be copied."""
+        """Compute the oldest step, as late as possible: when its results are needed, or pages must be copied."""
         if self.flights and not self.flights[0].is_computed:
             oldest = self.flights[0]
             oldest.step, oldest.is_computed = self.scheduler.resolve(oldest.step), True
@@ -255,7 +255,7 @@ class World:
         self.scheduler.on_adapter_failed(key, "broken")
 
     def fetch(self, name: SnapshotName, count: int) -> None:
-        """A peer has sent so many pages, or failed."""
+        """Handle an answer of a peer with `count` pages, or a failure."""
         wanted = self.fetching.pop(name)
         if count:
             self.fetched[name] = wanted
@@ -264,7 +264,7 @@ class World:
             self.accounts.snapshots.on_load_failed(name, "cut", is_gone=False)
 
     def fill(self, name: SnapshotName, fails: bool) -> None:
-        """What a peer has sent is in its pages."""
+        """Write a peer's answer to its pages."""
         wanted, copies = self.filling.pop(name)
         if fails:
             self.accounts.snapshots.on_load_failed(name, "copy", is_gone=False)
@@ -277,21 +277,21 @@ class World:
         self.accounts.snapshots.on_copied(name, 1e-3)
 
     def receive(self, name: SnapshotName, count: int) -> None:
-        """A peer has sent pages, or they are in the pool; 0: that failed."""
+        """Receive pages from a peer, or write them to the pool; 0 means failure."""
         if name in self.fetching:
             self.fetch(name, count)
         else:
             self.fill(name, fails=not count)
 
     def end(self, accepted: list[RequestId], end_load: Callable[[AdapterKey], None]) -> None:
-        """Nothing fails any more: every request ends, once, and gives back all that it had."""
+        """Run without further failures: check that every request ends, once, and releases everything that it held."""
         self.swaps_fail = self.steps_fail = self.row_fails = False
         for name in NAMES:
             self.scheduler.quotas.set_share(name, LimitShare())
         for number in range(3000):
             if not (self.scheduler.has_requests or self.flights):
                 break
-            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
+            # Like the engine's thread, which sleeps without progress until a load or a copy has ended.
             arriving, coming = sorted(self.loading | self.copying.keys()), sorted({*self.fetching, *self.filling})
             assert arriving or coming or number < 2 or self.made_progress, "the engine sleeps, and requests wait"
             for snapshot in coming:
@@ -312,7 +312,7 @@ class World:
         self.scheduler.check_integrity()
 
     def lend(self, request: Request) -> None:
-        """A peer asks for the pages of a request. What has been moved between steps is copied first."""
+        """Lend the pages of a request to a peer. Pages moved between steps are copied first."""
         left = self.scheduler.take_page_ops()
         if left:
             self._compute()
@@ -327,13 +327,13 @@ class World:
             self.lent[lease.lease_id] = lease.pages, self.units[list(lease.pages)].copy()
 
     def check_lent(self) -> None:
-        """What peers read does not change while they may read it."""
+        """Check that lent pages do not change while peers may read them."""
         self.lent = {lease: held for lease, held in self.lent.items() if lease in self.accounts.kv.leases()}
         for pages, content in self.lent.values():
             assert (self.units[list(pages), :PAGE_SIZE] == content[:, :PAGE_SIZE]).all(), "a lent page has changed"
 
     def _apply_or_fail(self, op: PageOp, step: SchedulerOutput) -> SchedulerOutput:
-        """Apply an operation. After a swap that failed, the step goes without its request."""
+        """Apply an operation. After a failed swap, the step runs without its request."""
         if not self.swaps_fail or not isinstance(op, SwapOut | SwapIn):
             self._apply(op)
             return step
@@ -355,7 +355,7 @@ class World:
                 self.swapped.pop(op.request_id, None)  # absent if swapping out failed
 
     def _write(self, step: SchedulerOutput) -> None:
-        """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
+        """Write the tags of all rows before any reads, as in a layer; if two rows write one page, a read detects it."""
         filling = {page for placed in self.copying.values() for page in placed.pages}
         filling |= {page for _, copies in self.filling.values() for _, page in copies}
         for scheduled in step.requests:
@@ -384,7 +384,7 @@ class World:
             )
 
     def _hole(self, scheduled: ScheduledRequest) -> range:
-        """The places of pages that no row of a share sees."""
+        """Return the places of pages that no row of the scheduled request sees."""
         policy = self.messages[scheduled.request_id].kv_policy
         return range(0) if policy is None else policy.hole(scheduled.start)
 

@@ -1,4 +1,4 @@
-"""Processes below another, and the ports that each listens on, as Linux tells."""
+"""Descendants of a process, and the ports on which each listens, from /proc."""
 
 import ipaddress
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that this one started and that still run."""
+    """Return the running child processes of this one."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(child) for child in task.read_text().split()]
@@ -30,7 +30,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that only waits to be collected does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,5 +1,5 @@
-"""What a server's process holds, as Linux and its /metrics tell it: memory, descriptors, threads, its own figures; and
-whether one grows.
+"""Resources of a server's process, from Linux and its /metrics: memory, descriptors, threads, its own figures; and
+whether one of them grows.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,11 @@ class Figures:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of `lorasrv_NAME` with these labels. Raises: KeyError: there is none of the name."""
+        """Return the sum of all samples of `lorasrv_NAME` with these labels.
+
+        Raises:
+            KeyError: there is no sample of this name.
+        """
         named = [sample for sample in self._samples if sample.name == f"lorasrv_{name}"]
         if not named:
             raise KeyError(name)
@@ -41,7 +45,7 @@ class Figures:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the straight line through (seconds, value) with the least squares, a second. 0 of fewer than two points."""
+    """Return the slope per second of the least-squares line through (seconds, value); 0 for fewer than two points."""
     count = len(points)
     if count < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""An HTTP proxy before a real server that says now and then, as proxies do, that the server is not there."""
+"""An HTTP proxy in front of a real server that sometimes reports, as proxies do, that the server is unavailable."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ PAGE = b"<html><body><h1>The server is away</h1></body></html>"
 
 @dataclass
 class Proxy:
-    """Answers the next `refuses` POST requests by itself, with a page and this status; passes the others on."""
+    """Answer the next `refuses` POST requests with a page and this status; pass the others on."""
 
     client: httpx2.Client
     status: int
@@ -30,7 +30,7 @@ class Proxy:
 
 @contextmanager
 def proxied(behind: str, status: int) -> Iterator[Proxy]:
-    """Run a proxy before the server at `behind`."""
+    """Run a proxy in front of the server at `behind`."""
     with httpx2.Client(base_url=behind, trust_env=False) as client:
         proxy = Proxy(client, status)
         with answering(proxy.answer) as proxy.url:

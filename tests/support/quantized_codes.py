@@ -8,7 +8,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 
 
 def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
-    """Codes in which every level occurs, and groups that differ in scale and minimum."""
+    """Return codes in which every level occurs, with groups that differ in scale and minimum."""
     generator = torch.Generator().manual_seed(seed)
     scales = (torch.rand(out, inputs // group, generator=generator) * 0.01 + 0.001).half()
     if levels == INT8_LEVELS:
@@ -22,7 +22,7 @@ def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) 
 def random_packed(
     levels: int, group: int, out: int, inputs: int, *, dtype: torch.dtype, ordered: bool = False, seed: int = 0
 ) -> GroupQuantizedWeight:
-    """Codes as quantized files have them: with zeros, scales of a dtype, and perhaps their inputs in another order."""
+    """Return codes as in quantized files: with zeros, scales of a dtype, and perhaps inputs in another order."""
     generator = torch.Generator().manual_seed(seed)
     codes = random_codes(levels, group, out, inputs, seed)
     low, high = (-128, 129) if levels == INT8_LEVELS else (0, levels + 1)
@@ -34,7 +34,7 @@ def random_packed(
 
 
 def random_file_codes(kind: str, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
-    """Codes of the kinds that only files have: KIND of `FILE_KINDS`."""
+    """Return codes of a kind that only files have, one of `FILE_KINDS`."""
     generator = torch.Generator().manual_seed(seed)
     product, _, factors = kind.partition(" ")
     levels = INT8_LEVELS if product == "int8" else Q3H_LEVELS if product == "q3h" else INT4_LEVELS

@@ -1,8 +1,8 @@
-"""Triton's interpreter without what it computes for nothing: some two thirds of its time, and no bit of a result.
+"""Triton's interpreter without needless work, which saves about two thirds of its time and changes no results.
 
-Of 3.6: it adds all integers twice, to find an overflow that it reports nowhere; it looks through all of Triton's
-functions for each call of a kernel's function; and it makes the numbers of each shape, and a table of all dtypes, anew
-for each operation.
+In 3.6, it adds all integers twice, to find an overflow that it never reports; it searches all of Triton's functions for
+each call of a kernel's function; and it creates the numbers of each shape, and a table of all dtypes, for each
+operation.
 """
 
 import builtins
@@ -33,7 +33,7 @@ def _install() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
-    # Functions of the language, and kernels' own.
+    # Functions of the language, and of kernels.
     @cache
     def functions(of: Any) -> list[tuple[str, Any]]:
         return [(name, member) for name, member in inspect.getmembers(of) if core.is_builtin(member)]
@@ -46,11 +46,11 @@ def _install() -> None:
     everything = SimpleNamespace(__globals__={"tl": triton.language, "core": core})
 
     def patch_all(function: Any) -> Any:
-        """Patch what any function that this one calls will need."""
+        """Patch everything that functions called by this one need."""
         return patch_language(everything)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a kernel that runs: the language is the interpreter's already."""
+        """Call a function of a running kernel: the language is already patched."""
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:

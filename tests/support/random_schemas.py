@@ -8,7 +8,7 @@ WORDS = ("id", "name", "tags", "größe", "a b", 'q"uote', "x\\y", "n", "list", 
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """Objects, arrays, texts, numbers, enums, references and alternatives, at most three levels deep."""
+    """Return a schema of objects, arrays, texts, numbers, enums, references and alternatives, at most three deep."""
     chance = random.Random(seed)
     schema = _schema(chance, 2)
     if chance.random() < 0.3:

@@ -1,4 +1,4 @@
-"""Clients that no HTTP library would make: half requests, drops of bytes, and those who never read."""
+"""Clients that HTTP libraries do not support: partial requests, slow single bytes, and clients that never read."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ PATIENCE_S = 30.0
 
 
 class RawClient:
-    """A connection, byte by byte. `buffer`: bytes that its own side of the kernel keeps for it unread."""
+    """A raw connection. `buffer`: size of its receive buffer in the kernel."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self.socket = socket.socket()
@@ -33,7 +33,7 @@ class RawClient:
         return self
 
     def drip(self, *, pause_s: float, drop: bytes = b"a") -> "RawClient":
-        """A drop now and then, until the server has closed the connection, or what it has sent can be read."""
+        """Send `drop` repeatedly, until the server closes the connection or sends data."""
         self.socket.settimeout(pause_s)
         try:
             while True:
@@ -47,7 +47,7 @@ class RawClient:
             self.socket.settimeout(PATIENCE_S)
 
     def read(self, most: int = 1 << 30) -> bytes:
-        """Until the server closes, or so many bytes have come."""
+        """Read until the server closes the connection, or `most` bytes have arrived."""
         got = bytearray()
         while len(got) < most and (piece := self.socket.recv(min(1 << 16, most - len(got)))):
             got += piece
@@ -62,7 +62,7 @@ class RawClient:
         return got
 
     def answer(self) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and JSON of the one answer before the server closes."""
+        """Return status, headers and JSON of the only answer before the server closes the connection."""
         head, _, body = self.read().partition(b"\r\n\r\n")
         assert head, "the server closed without an answer"
         first, *lines = head.decode().split("\r\n")
@@ -71,17 +71,17 @@ class RawClient:
 
 
 def head_of(path: str, *lines: str, method: str = "POST") -> bytes:
-    """A whole head."""
+    """Return a complete request head."""
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *lines, "", ""]).encode()
 
 
 def json_request(path: str, *lines: str, **fields: Any) -> bytes:
-    """A whole request. `lines`: more of its head."""
+    """Return a complete request. `lines`: further lines of its head."""
     body = json.dumps(fields).encode()
     return head_of(path, "Content-Type: application/json", f"Content-Length: {len(body)}", *lines) + body
 
 
 def pieces(num_bytes: int, size: int = 1 << 16) -> Iterator[bytes]:
-    """Blanks, for a body that is sent in chunks."""
+    """Yield blanks, for a body that is sent in chunks."""
     for _ in range(num_bytes // size):
         yield b" " * size

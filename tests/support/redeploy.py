@@ -1,4 +1,4 @@
-"""Deploy replicas anew with other options, as an operator of a Ray cluster would: `redeploy.py HOME SHAPE OPTIONS`, the
+"""Redeploy replicas with other options, as an operator of a Ray cluster would: `redeploy.py HOME SHAPE OPTIONS`, the
 last two as JSON, where HOME is the folder of a running `lorasrv serve --replicas N`.
 """
 

@@ -1,7 +1,7 @@
-"""Values that no route takes: one table a schema. The double and a real process are asked all of those of OpenAI's.
+"""Values that routes refuse: one table per schema. OpenAI's rows are sent to the fake engine and to a real process.
 
-A row is (fields, param, says): the answer names `param` (`*` allows more behind it), its message has every word of
-`says`. Token ids end at `VOCAB`, prompts with their answers at `CONTEXT`, for the double and for the tiny models.
+A row is (fields, param, says): the answer names `param` (`*` matches any suffix), and its message has every word of
+`says`. Token ids end at `VOCAB`, prompts with their answers at `CONTEXT`, for the fake engine and for the tiny models.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ WRONG_BIAS: tuple[Any, ...] = (
 
 
 def wrong(name: str, *values: Any, says: tuple[str, ...] = (), param: str = "", **beside: Any) -> Iterator[Row]:
-    """Yield a row for each value of one field; `beside` is right, or what the value does not go with."""
+    """Yield a row for each value of one field; `beside` has valid fields, or fields that the value conflicts with."""
     return (({**beside, name: value}, param or name, says) for value in values)
 
 
@@ -73,7 +73,7 @@ OPENAI: list[Row] = [
     *wrong("kv_policy", {"kind": "window", "recent": 64, "sink": 0}, param="kv_policy*"),
     *wrong("kv_policy", {"kind": "window", "recent": 64, "budget": 9}, param="kv_policy*"),
     *wrong("kv_policy", {"kind": "select"}, {"kind": "select", "budget": 0}, param="kv_policy*"),
-    # Fields of others' servers that would change the answer.
+    # Fields of other servers that would change the answer.
     *wrong("penalty_alpha", 0.6),
     *wrong("num_beams", 4),
     *wrong("truncate_prompt_tokens", 0, -2, 2**31, "3", True, 1.5),
@@ -220,7 +220,7 @@ NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "resident_bytes": ("1MiB", 0),
     "weight": (0, 1e7, {}),
 }
-# With a change that is right, and is not made either.
+# With a valid change, which must not be made either.
 PATCH: list[Row] = [
     *(({}, "pinned", ()), ({"aliases": {}}, "pinned", ())),
     *wrong("pinned", None, 1, "true"),
@@ -258,7 +258,7 @@ ROUTES: dict[str, tuple[dict[str, Any], list[Row]]] = {
     "POST /v1/adapters/mia:warm": ({}, WARM),
     "POST /v1/adapters/mia:verify": ({}, VERIFY),
 }
-# Refused by the engine, of which the double has no part.
+# Refused by a part of the engine that the fake engine does not have.
 OF_BOTH: list[Row] = [
     *wrong("priority", 1001, -1001),
     *wrong("timeout_s", 0, -1, 1e9),

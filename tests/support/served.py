@@ -1,4 +1,4 @@
-"""A real `lorasrv serve` process, as tests and scripts of clients need one: started, filled with adapters, asked."""
+"""A real `lorasrv serve` process for tests and client scripts: start it, upload adapters, send requests."""
 
 import os
 import re
@@ -22,12 +22,12 @@ LORASRV = (sys.executable, "-P", "-c", "from api.cli.main import main; main()")
 
 
 class Served:
-    """A server that answers: `url`, a client `http` for it, and what it has in its pool."""
+    """A running server: its `url`, a client `http` for it, and the contents of its pool."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
         self.url = url
         self.last_log = ""
-        # One connection is kept for the next request: more would stay open until the server ends them.
+        # Keep one connection for the next request; more would stay open until the server closes them.
         limits = httpx2.Limits(max_keepalive_connections=1)
         self.http = httpx2.Client(base_url=url, trust_env=False, timeout=180, limits=limits)
         self._process = process
@@ -49,51 +49,59 @@ class Served:
         self._process.send_signal(number)
 
     def ended(self) -> int:
-        """Waits for its end; the exit code."""
+        """Wait for its end; return the exit code."""
         return self._process.wait(60)
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Return its output so far."""
         return self.last_log or self._log.read_text("utf-8", errors="replace")
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.http.post(path, json=body)
 
     def held(self) -> dict[str, Any]:
-        """What requests have in the pool now: pages, and adapters that they need."""
+        """Return what requests hold in the pool now: pages, and adapters that they need."""
         pool = self.http.get("/v1/pool").json()
         pinned = [adapter["ids"] for adapter in pool["adapters"] if adapter["requests"]]
         return {"pages": pool["pages_kv"], "pinned": pinned, "requests": pool["requests"]}
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that the process has had so far."""
+        """Return the peak memory of the process so far."""
         return held_by(self.pid).peak_bytes
 
     @property
     def open_files(self) -> int:
-        """Its open files, connections among them."""
+        """Return the number of its open files, including connections."""
         return held_by(self.pid).fds
 
     def figure(self, name: str) -> float:
-        """Of /metrics, by its whole name with labels; 0 if it is not there."""
+        """Return a figure of /metrics by its full name with labels; 0 if it is absent."""
         lines = self.http.get("/metrics").text.splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def finished(self, reason: str) -> float:
-        """Requests that have ended so."""
+        """Return the number of requests that ended for this reason."""
         return self.figure(f'lorasrv_requests_finished_total{{reason="{reason}"}}')
 
     def until(self, condition: Callable[[], object], within_s: float = CALM_SECONDS) -> None:
-        """Raises: AssertionError: it does not come true."""
+        """Wait until a condition is true.
+
+        Raises:
+            AssertionError: it is not true in time.
+        """
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"it did not happen; held: {self.held()}\n{self.log}"
             time.sleep(0.02)
 
     def calm_down(self) -> None:
-        """Waits until no request has anything in the pool. Raises: AssertionError: that does not come."""
+        """Wait until no request holds anything in the pool.
+
+        Raises:
+            AssertionError: this does not happen in time.
+        """
         deadline = time.monotonic() + CALM_SECONDS
         while any(self.held().values()):
             assert time.monotonic() < deadline, f"still held: {self.held()}\n{self.log}"
@@ -117,17 +125,17 @@ def serve(
     command: str = "serve",
     ready_s: float = READY_SECONDS,
 ) -> Iterator[Served]:
-    """Run `lorasrv serve`, or another command that serves, with these arguments, a store of its own or this one, and
-    these adapters (id -> PEFT folder).
+    """Run `lorasrv serve`, or another command that serves, with these arguments, this store or a new one, and these
+    adapters (id -> PEFT folder).
 
     Args:
-        ends: the exit code of a server that ends by itself, which is an error otherwise.
+        ends: the expected exit code of a server that ends by itself; if not given, that is an error.
         root: the checkout whose server is started.
         program: the words of the command before `serve`.
         ready_s: longest time of a start.
 
     Raises:
-        AssertionError: it does not start, or does not end as it should.
+        AssertionError: it does not start, or does not end as expected.
     """
     modules = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +144,7 @@ def serve(
         words += ["--lora-modules", *modules] if modules else []
         environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
-            # A Ctrl-C is for the starting process, which sends the signal.
+            # A separate session: Ctrl-C reaches only the starting process, which sends the signal.
             process = subprocess.Popen(
                 words, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -156,7 +164,11 @@ def serve(
 
 
 def url_of(process: "subprocess.Popen[bytes]", log: Path, ready_s: float = READY_SECONDS) -> str:
-    """Where a server that was started answers, once it does. Raises: AssertionError: it ends, or never does."""
+    """Return the address of a started server, once it answers.
+
+    Raises:
+        AssertionError: it ends, or does not answer in time.
+    """
     deadline = time.monotonic() + ready_s
     while True:
         text = log.read_text("utf-8", errors="replace")

@@ -13,7 +13,7 @@ from lorasrv.worker.model_runner import ModelRunner
 
 
 class ServedLogits:
-    """An engine that keeps the logits of every row that it samples from."""
+    """An engine that keeps the logits of every sampled row."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         config = engine_config(directory, **{"kernels": "numba", "pool_bytes": 16 << 20, **options})
@@ -34,7 +34,7 @@ class ServedLogits:
         monkeypatch.setattr(ModelRunner, "_sampled", recorded)
 
     def first_logits(self, prompts: list[list[int]], adapters: list[str | None]) -> list[torch.Tensor]:
-        """Of the token after each prompt, all asked at once."""
+        """Return the logits of the token after each prompt; all prompts are sent at once."""
         self.rows.clear()
         self.llm.generate(prompts, self.greedy, adapters)
         self.llm.engine.check_integrity()

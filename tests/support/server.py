@@ -1,4 +1,4 @@
-"""A real engine on a tiny model behind a real uvicorn in a thread of the test: quicker to have than a process."""
+"""A real engine on a tiny model behind a real uvicorn in a thread of the test, which starts faster than a process."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,11 @@ CALM_SECONDS = 30.0
 
 
 def eventually(condition: Callable[[], object], within_s: float = CALM_SECONDS) -> None:
-    """Wait until `condition` holds. Raises: AssertionError: it does not in time."""
+    """Wait until `condition` holds.
+
+    Raises:
+        AssertionError: it does not hold in time.
+    """
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -36,9 +40,9 @@ def eventually(condition: Callable[[], object], within_s: float = CALM_SECONDS) 
 
 @contextmanager
 def listening(app: Any, **options: Any) -> Iterator[SimpleNamespace]:
-    """Serve an ASGI application, with these options of uvicorn, in a thread; yields its `port`, `thread`, `state`."""
-    # Not `create_server`: asyncio turns Nagle's algorithm off only where the protocol is named, and each answer in two
-    # parts would wait 40 ms for the client's acknowledgement.
+    """Serve an ASGI application, with these options of uvicorn, in a thread; yield its `port`, `thread`, `state`."""
+    # Not `create_server`: asyncio disables Nagle's algorithm only for sockets whose protocol is given. With it, each
+    # answer in two parts would wait 40 ms for the client's acknowledgement.
     listener = bind("127.0.0.1", 0)
     listener.listen()
     running = uvicorn.Server(uvicorn.Config(app, ws="none", log_config=None, timeout_graceful_shutdown=1, **options))
@@ -62,7 +66,7 @@ def server(
 
     Yields:
         `http` a client, `url`, `engine`, `store`, `draining`, `thread` of the event loop; `post(path, **body)`;
-        `held()`, what requests have in the pool; `calm_down()`, which waits until that is nothing.
+        `held()`, what requests hold in the pool; `calm_down()`, which waits until they hold nothing.
     """
     given = {"model": str(model), "pool_bytes": "16MiB", "store": folder, "kernels": "torch", **settings}
     options = ServerSettings(**given)

@@ -1,4 +1,4 @@
-"""A base of which there is only the shape, and adapters that fit it, for what reads no more of a base."""
+"""A base that has only a shape, and adapters that fit it, for code that needs only the shape."""
 
 from pathlib import Path
 
@@ -16,6 +16,6 @@ TINY_LLAMA = CONFIG | {
 
 
 def write_adapter(folder: Path, layers: int, n_in: int, n_out: int) -> Path:
-    """Write an adapter of every q projection of a base of this shape, which it does not name."""
+    """Write an adapter of every q projection of a base of this shape; its config does not name the base."""
     q = "self_attn.q_proj"
     return tiny_adapter(folder, layers=layers, shapes={q: (n_in, n_out)}, modules=(q,), base_model_name_or_path=None)

@@ -1,8 +1,8 @@
-"""A model of our own whose layers share keys and values, and what it computes, in plain torch over whole texts.
+"""A made-up model whose layers share keys and values, and its reference in plain torch over whole texts.
 
-Its family is a TOML file of tests: Qwen 3 with a list of the layers whose keys and values each layer reads. Layers 1
-and 4 read those of 0, which see all tokens, layers 3 and 5 those of 2, which see a window; only 0 and 2 have k, v and a
-norm of k.
+Its family is a TOML file of the tests: Qwen 3 with a list that says whose keys and values each layer reads. Layers 1
+and 4 read those of layer 0 and see all tokens; layers 3 and 5 read those of layer 2 and see a window. Only layers 0 and
+2 have k, v and a norm of k.
 """
 
 import json
@@ -70,14 +70,14 @@ ALPHA = 8
 
 
 def know_the_family(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Add the family to those that are built in, until the patch is undone."""
+    """Add the family to the built-in ones, until the patch is undone."""
     (folder / "shared.toml").write_text(FAMILY)
     known = families.load_families([folder])
     patch.setattr(families, "builtin_families", lambda: known)
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """Write a Hugging Face directory of random weights; `changes` are of its config."""
+    """Write a Hugging Face directory with random weights; `changes` apply to its config."""
     folder.mkdir(parents=True)
     random = torch.Generator().manual_seed(0)
 
@@ -98,12 +98,12 @@ def write_model(folder: Path, **changes: object) -> Path:
 
 
 def rank_of(layer: int, module: str, seed: int) -> int:
-    """Ranks of 1 to 6, so that layers differ in their panels."""
+    """Return a rank of 1 to 6, so that layers differ in their panels."""
     return 1 + (7 * layer + 3 * list(MODULES).index(module) + 5 * seed) % 6
 
 
 def write_adapter(folder: Path, seed: int, more: tuple[tuple[int, str], ...] = ()) -> Path:
-    """Write a PEFT folder with all linears, each of its own rank; `more` are linears that the model does not have."""
+    """Write a PEFT folder with all linears, with different ranks; `more` are linears that the model does not have."""
     folder.mkdir(parents=True)
     random, tensors = torch.Generator().manual_seed(seed), {}
     ranks = {place: rank_of(*place, seed) for place in (*PLACES, *more)}
@@ -120,14 +120,14 @@ def write_adapter(folder: Path, seed: int, more: tuple[tuple[int, str], ...] = (
 
 
 class Reference:
-    """The model over a whole text. `weights`: by name; those of the folder where there are none."""
+    """The model over a whole text. `weights`, by name, replace those of the folder."""
 
     def __init__(self, folder: Path, adapter: Path | None, weights: Mapping[str, Tensor] | None = None) -> None:
         self._weights: dict[str, Tensor] = load_file(folder / "model.safetensors") | dict(weights or {})
         self._adapter: dict[str, Tensor] = {} if adapter is None else load_file(adapter / "adapter_model.safetensors")
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Logits [T, V]."""
+        """Return logits [T, V]."""
         x = self._weights["model.embed_tokens.weight"][ids]
         kept: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, source in enumerate(SOURCES):
@@ -151,7 +151,7 @@ class Reference:
         return self._norm(x, "norm") @ self._weights["model.embed_tokens.weight"].T
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """The next tokens."""
+        """Return the next tokens."""
         said = list(ids)
         for _ in range(count):
             said.append(int(self.logits(said)[-1].argmax()))
@@ -169,7 +169,7 @@ class Reference:
         return y
 
     def _heads(self, x: Tensor, norm: str) -> Tensor:
-        """Norm heads and turn them by their positions: [heads, T, D]."""
+        """Normalize heads and rotate them by their positions; return [heads, T, D]."""
         heads = self._norm(x.view(len(x), -1, DIM), norm).transpose(0, 1)
         angle = torch.outer(torch.arange(len(x)), THETA ** (-torch.arange(0, DIM, 2) / DIM)).repeat(1, 2)
         first, second = heads.chunk(2, dim=-1)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True)
 class Request:
-    """A request, whole."""
+    """A complete request."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ Reply = tuple[int, Mapping[str, str], bytes]
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """A handler that keeps connections and logs nothing, not even clients that hang up."""
+    """A handler that keeps connections and logs nothing, not even disconnected clients."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

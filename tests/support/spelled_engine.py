@@ -1,6 +1,6 @@
-"""What a fake engine needs to speak in tokens: a tiny byte-level tokenizer, and outputs as the processor makes them.
+"""A tiny byte-level tokenizer, and outputs as from the real output processor, for a fake engine with real tokens.
 
-Every byte above 7 is a token of its own, so that a character may be cut anywhere; three special tokens follow.
+Every byte above 7 is a separate token, so that a character may be cut anywhere; three special tokens follow.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +30,12 @@ def tiny_tokenizer(add_bos: bool = True) -> Tokenizer:
 
 
 def logprob_of(token_id: int, position: int) -> float:
-    """Any number, but always the same: what the engine found for a token of the answer."""
+    """Return an arbitrary but fixed logprob of a token of the answer."""
     return -((token_id * 31 + position * 17) % 97) / 64 - 0.015625
 
 
 def spelled(tokenizer: Tokenizer, text: str, *, eos: bool = True) -> Callable[..., list[RequestOutput]]:
-    """Script the fake engine: the text a byte at a time, its likely tokens, and then the end."""
+    """Script the fake engine: the text byte by byte, with top tokens, and then the end."""
 
     def outputs(rid: RequestId, index: int, asked: SimpleNamespace) -> list[RequestOutput]:
         sampling: SamplingParams = asked.sampling
@@ -66,7 +66,7 @@ def _processed(
         last = position == len(ids) - 1
         ended = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
         stop_token_id = token_id if token_id == EOS else None
-        # The processor takes a stop token that has no text for an end of sequence; what it tells is set below.
+        # The processor treats a stop token without text as an end of sequence; its outputs are adjusted below.
         found = () if sampling.logprobs is None else (_found(token_id, position, sampling.logprobs),)
         made = EngineOutput(rid, (token_id,), ended if last else None, timing, stop_token_id, logprobs=found)
         output = processor.process(made)

@@ -1,7 +1,7 @@
 """Watch SQLite's reads and writes call by call: a VFS in front of the usual one, in the library that `sqlite3` uses.
 
-It is built with ctypes and becomes the default, so that the store's own connections use it unchanged. That needs a
-`sqlite3` module that links SQLite as a shared library, as Debian's and pyenv's do; see `is_possible`.
+It is built with ctypes and becomes the default, so that the store's own connections use it without changes. This
+requires a `sqlite3` module that links SQLite as a shared library, as Debian's and pyenv's do; see `is_possible`.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ NAME = b"watched"
 # Names and numbers are those of sqlite3.h.
 SQLITE_OK, SQLITE_FULL, SQLITE_IOERR, SQLITE_CANTOPEN = 0, 13, 10, 14
 IOERR_READ, IOERR_WRITE, IOERR_FSYNC, IOERR_TRUNCATE, IOERR_DELETE = (SQLITE_IOERR | n << 8 for n in (1, 3, 4, 6, 10))
-# Main journal, super journal, WAL: files whose folder SQLite syncs at their first sync (UNIXFILE_DIRSYNC in os_unix.c).
+# Main journal, super journal, WAL: at their first sync, SQLite also syncs their folder (UNIXFILE_DIRSYNC in os_unix.c).
 OPEN_JOURNALS = 0x800 | 0x4000 | 0x80000
 
 _Read = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
 _Truncate = CFUNCTYPE(c_int, c_void_p, c_int64)
 _Int = CFUNCTYPE(c_int, c_void_p, c_int)
 _Close = CFUNCTYPE(c_int, c_void_p)
-# File names stay addresses: SQLite keeps them, and what follows them in memory.
+# File names are passed as addresses: SQLite keeps them, and the data that follows them in memory.
 _Open = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
 _Delete = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int)
 _OTHERS = (
@@ -67,7 +67,7 @@ class _Vfs(Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the SQLite that the module `_sqlite3` was linked with, None if it cannot be loaded."""
+    """Return the SQLite library that the module `_sqlite3` is linked with, or None if it cannot be loaded."""
     spec = importlib.util.find_spec("_sqlite3")
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return None
@@ -87,7 +87,7 @@ def is_possible() -> bool:
 
 
 class _WatchingVfs:
-    """Report calls for files below the top, in front of the default VFS. Built once, as open files point into it."""
+    """Report calls for files below the top, in front of the default VFS. Built once, since open files point into it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.watch: DiskWatch | None = None
@@ -111,7 +111,7 @@ class _WatchingVfs:
             self.watch = None
 
     def _watched(self, name: int | None) -> tuple["DiskWatch | None", str]:
-        """Return the watch of a path, and its name there."""
+        """Return the watch of a path, and the path's name in it."""
         if self.watch is None or name is None:
             return None, ""
         path = self.watch.inside(ctypes.string_at(name).decode())
@@ -167,13 +167,13 @@ class _WatchingVfs:
             self._methods[address] = own
         return self._methods[address]
 
-    # -- methods of files; a file that outlives its watch is written as usual
+    # -- methods of files; a file that outlives its watch is written normally
 
     def _close(self, address: int) -> int:
         return int(self._files.pop(address).usual.xClose(address))
 
     def _on_file(self, address: int, what: str, failed: int, full: int, call: Callable[..., int], **change: Any) -> int:
-        """Run a method as a turn, and note the change if it succeeds."""
+        """Run a method as a turn, and record the change if it succeeds."""
         file, watch = self._files[address], self.watch
         if watch is None:
             return int(call(file.usual))
@@ -201,7 +201,7 @@ class _WatchingVfs:
         return self._on_file(address, "truncate", *kinds, truncate, kind="truncate", offset=size)
 
     def _sync(self, address: int, flags: int) -> int:
-        """Sync in the model only."""
+        """Sync only in the model."""
         file, watch = self._files[address], self.watch
         if watch is None:
             return int(file.usual.xSync(address, flags))
@@ -228,7 +228,7 @@ class _OpenFile:
 
 
 def _guarded(watch: "DiskWatch", kind: str, work: Callable[[], int], failed: int, full: int) -> int:
-    """Take a turn and do the work unless it fails. No exception may leave: the caller is SQLite's C code."""
+    """Take a turn and do the work unless the turn fails. Exceptions must not escape: the caller is SQLite's C code."""
     try:
         watch.turn(kind)
         return int(work())
@@ -248,6 +248,6 @@ def _vfs() -> _WatchingVfs:
 
 @contextlib.contextmanager
 def watching(watch: "DiskWatch") -> Iterator[Any]:
-    """Watch the connections that are opened inside the block."""
+    """Watch the connections that are opened in the `with` block."""
     with _vfs().default(watch):
         yield

@@ -1,11 +1,11 @@
-"""A disk for crash tests: a model of what survives a power loss, and a watch that feeds it from a real folder.
+"""A disk for crash tests: a model of the data that survives a power loss, and a watch that feeds it from a real folder.
 
 In the model, file data is safe after an fsync of the file, and a name (created, replaced, removed) after an fsync of
-its folder. Anything else may survive completely, partly or not at all; a `Loss` chooses. Enumerating the states that a
-crash may leave follows ALICE (Pillai et al., OSDI 2014) and SQLite's own crash tests.
+its folder. Anything else may survive completely, partly or not at all, as a `Loss` decides. The enumeration of the
+states that a crash may leave follows ALICE (Pillai et al., OSDI 2014) and SQLite's own crash tests.
 
-The watch replaces functions of `os` while it is active and sees SQLite's files through `sqlite_watch.py`. Each call is
-a turn, which may raise OSError for the caller or end the process.
+While it is active, the watch replaces functions of `os`, and sees SQLite's files through `sqlite_watch.py`. Each call
+is a turn, which may raise OSError for the caller or end the process.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ Tree = dict[str, bytes | None]
 
 @dataclass(frozen=True)
 class Op:
-    """One change of the disk; the kind `ack` acknowledges all before it. `site` is the caller of an fsync."""
+    """One change of the disk; the kind `ack` acknowledges all earlier ones. `site` is the caller of an fsync."""
 
     kind: str
     path: str = ""
@@ -40,7 +40,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Loss:
-    """Choose which unsafe changes survive: all or none of the names, of the data, or each by chance."""
+    """Choose which unsafe changes survive: all or none of the names, all or none of the data, or each at random."""
 
     names: bool = False
     data: bool = False
@@ -54,7 +54,7 @@ class Loss:
 
 
 KILLED = Loss(names=True, data=True)
-"""A process that dies leaves everything it wrote."""
+"""After the death of a process, everything that it wrote survives."""
 SAFE_ONLY, NAMES_ONLY, DATA_ONLY = Loss(), Loss(names=True), Loss(data=True)
 
 
@@ -101,7 +101,7 @@ class _Folder:
         self.unsafe.append((name, node))
 
     def surviving(self, keep: Callable[[], bool]) -> dict[str, int]:
-        """Return the names after a crash; of one name, a change survives only with all before it."""
+        """Return the names after a crash; a change of a name survives only with all earlier changes of that name."""
         names, lost = dict(self.safe), set()
         for name, node in self.unsafe:
             if name in lost or not keep():
@@ -114,7 +114,7 @@ class _Folder:
 
 
 class ForgetfulDisk:
-    """Model the folder `top` and everything below, starting from its present state, all of it safe."""
+    """Model the folder `top` and everything below it, starting with its current state, which is safe."""
 
     def __init__(self, top: Path) -> None:
         self._nodes: list[_File | _Folder] = [_Folder()]
@@ -124,7 +124,7 @@ class ForgetfulDisk:
             node.sync()
 
     def node(self, path: str) -> int | None:
-        """Return the node that a path names now; the top is "."."""
+        """Return the node that a path currently names; the top is "."."""
         at = 0
         for part in _parts(path):
             folder = self._nodes[at]
@@ -134,7 +134,7 @@ class ForgetfulDisk:
         return at
 
     def folder_path(self, node: int) -> str | None:
-        """Return the path of a folder, None for a file."""
+        """Return the path of a folder, or None for a file."""
         return "." if node == 0 else dict(self._folders(0, "")).get(node)
 
     def _folder(self, node: int) -> _Folder:
@@ -167,7 +167,7 @@ class ForgetfulDisk:
             assert op.kind == "ack", op.kind
 
     def tree(self, loss: Loss) -> Tree:
-        """Return what is found after a crash."""
+        """Return the files and folders after a crash."""
         return dict(self._walk(0, "", loss))
 
     def _walk(self, at: int, prefix: str, loss: Loss) -> Iterator[tuple[str, bytes | None]]:
@@ -193,9 +193,9 @@ class ForgetfulDisk:
 def crash_states(
     disk: ForgetfulDisk, ops: Iterable[Op], losses: Iterable[Loss], dropped_sites: frozenset[str] = frozenset()
 ) -> Iterator[tuple[int, Tree]]:
-    """Yield what a crash after each change may leave: (acknowledgements so far, tree), equal pairs once.
+    """Yield the states that a crash after each change may leave: (acknowledgements so far, tree), equal pairs once.
 
-    `disk` is the state before the changes and is used up. The fsyncs of `dropped_sites` do nothing.
+    `disk` is the state before the changes, and is modified. The fsyncs of `dropped_sites` have no effect.
     """
     losses, seen, acknowledged = tuple(losses), set(), 0
     for op in ops:
@@ -247,7 +247,7 @@ _LOOKS = ("stat", "listdir")
 
 
 class DiskWatch:
-    """Watch what happens below `top`, from one thread.
+    """Watch the changes below `top`, from one thread.
 
     Attributes:
         ops: the changes so far, for `crash_states`.
@@ -267,7 +267,11 @@ class DiskWatch:
         self._real: dict[str, Any] = {}
 
     def turn(self, kind: str) -> None:
-        """Count a call before it happens. Raises: OSError: it has to fail."""
+        """Count a call before it happens.
+
+        Raises:
+            OSError: the call must fail.
+        """
         if not self._paused:
             self.turns += 1
             self._on_turn(self.turns - 1, kind)
@@ -288,7 +292,7 @@ class DiskWatch:
             self._paused = False
 
     def inside(self, path: object) -> str | None:
-        """Return a path below the top as the model names it, None for any other."""
+        """Return a path below the top as the model names it, or None for any other path."""
         if not isinstance(path, str | os.PathLike):
             return None
         text = os.path.abspath(os.fspath(path))

@@ -1,4 +1,4 @@
-"""Factories for adapter store tests: a tiny base, adapters for it, good and bad, and stores filled with them."""
+"""Factories for adapter store tests: a tiny base, valid and invalid adapters for it, and stores filled with them."""
 
 import hashlib
 import io
@@ -96,7 +96,7 @@ def add(store: AdapterStore, name: str, seed: int = 0, **options: Any) -> Regist
     return store.register(name, build.config(), put(store, build.file(seed=seed)), **options)
 
 
-# A base whose embedding and head an adapter may resize, and an adapter with two tokens of its own.
+# A base whose embedding and head an adapter may resize, and an adapter that adds two tokens.
 RESIZABLE = replace(
     BASE, ends={"lm_head": (HIDDEN, 9), "model.embed_tokens": (9, HIDDEN)}, embedding="model.embed_tokens"
 )
@@ -104,7 +104,7 @@ OWN_TOKENS = (AddedToken(9, "<mood>"), AddedToken(10, "<|sad|>", special=True, n
 
 
 def add_with_tokens(store: AdapterStore, name: str) -> Registration:
-    """Register an adapter with OWN_TOKENS, of a store of RESIZABLE."""
+    """Register an adapter with OWN_TOKENS in a store for RESIZABLE."""
     tables = {f"base_model.model.{end}.weight": torch.ones(11, HIDDEN) for end in RESIZABLE.ends}
     config = build.config(added_tokens=[asdict(token) for token in OWN_TOKENS])
     return store.register(name, config, put(store, build.file(build.tensors() | tables)))
@@ -138,7 +138,7 @@ def flip(path: Path, position: int = -1, mask: int = 1) -> None:
 
 
 def problems_of(refused: Callable[[], object]) -> dict[str, Problem]:
-    """Run what must be refused, and return its problems by code."""
+    """Call a function that must be refused, and return its problems by code."""
     with pytest.raises(AdapterInvalid) as caught:
         refused()
     return {problem.code: problem for problem in caught.value.problems}
@@ -152,7 +152,7 @@ def widen(array: np.ndarray, dtype: str) -> np.ndarray:
 def check(
     config: Mapping[str, object], data: bytes, max_rank: int = 16, base: BaseShapes = BASE, **options: Any
 ) -> CheckedAdapter:
-    """Check an adapter for the tiny base, or another."""
+    """Check an adapter for the tiny base, or for another one."""
     return check_adapter(config, io.BytesIO(data), len(data), base, max_rank, **options)
 
 

@@ -1,8 +1,8 @@
-"""The crash runner: let a scenario happen undisturbed, then unplug, refuse or kill it at every call.
+"""The crash runner: run a scenario undisturbed, then simulate a power loss, an error or a kill at every call.
 
     python store_runner.py FOLDER [EVERY]
 
-As a program it kills real processes: for every scenario and every k (or each EVERY-th) a child is forked (the program
+As a program it kills real processes: for every scenario and every k (or each EVERY-th), it forks a child (the program
 has no threads, so forking is safe) that ends without clean-up before its k-th call. It prints the number of kills.
 """
 
@@ -31,7 +31,7 @@ EXIT_KILLED = 99
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a folder in memory, if possible: SQLite waits for its disk thousands of times in these tests."""
+    """Yield a folder in memory, if possible: in these tests, SQLite waits for its disk thousands of times."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder)
@@ -39,14 +39,14 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def fast_fsync() -> Iterator[None]:
-    """Do not wait for the disk where nothing is unplugged."""
+    """Do not wait for the disk in runs without a power loss."""
     with mock.patch("os.fsync"):
         yield
 
 
 @dataclass
 class Run:
-    """Hold an undisturbed run: the disk before, every change of it, what was visible when."""
+    """Hold an undisturbed run: the disk before it, every change, and what was visible after each step."""
 
     name: str
     before: ForgetfulDisk
@@ -61,7 +61,7 @@ class Run:
     def unplug(
         self, folder: Path, losses: Iterable[Loss], dropped_sites: frozenset[str] = frozenset()
     ) -> tuple[int, str | None]:
-        """Crash after each change; return how many different disks were checked, and the first failure."""
+        """Crash after each change; return the number of different disks that were checked, and the first failure."""
         checked = 0
         for done, tree in crash_states(copy.deepcopy(self.before), self.ops, losses, dropped_sites):
             state = hash((done, frozenset(tree.items())))
@@ -82,7 +82,7 @@ class Run:
 
 
 def run(name: str, top: Path) -> Run:
-    """Let a scenario happen, undisturbed."""
+    """Run a scenario undisturbed."""
     scenario, outcome = SCENARIOS[name], Outcome()
     prepare(scenario, top)
     before, watch, hand = ForgetfulDisk(top), DiskWatch(top), Hand(top)
@@ -102,8 +102,8 @@ def run(name: str, top: Path) -> Run:
 class FaultRun:
     """Run a scenario in the folder `top` whose call number `turn` fails with an errno.
 
-    The store must report it with its own error, stay whole and go on. `kind` is that of the call that failed, empty if
-    there were fewer calls.
+    The store must report it with its own error, stay intact and continue to work. `kind` is that of the failed call,
+    empty if there were fewer calls.
     """
 
     def __init__(self, name: str, outcome: Outcome, top: Path, turn: int, number: int) -> None:
@@ -138,11 +138,11 @@ class FaultRun:
     def _step(self, step: Step, done: int) -> None:
         before, failed = self.kind, self._try(step)
         with self._watch.paused():
-            # A failure to remove unreferenced files is not reported; it is retried when they are old.
+            # A failure to remove unreferenced files is not reported; the removal is retried when they are old.
             self._litter |= self.kind != before and failed is None
             if failed is not None:
                 self._check_refusal(failed, done)
-                # It changed everything or nothing; the client tries again.
+                # The step changed everything or nothing; the client tries again.
                 with contextlib.suppress(AdapterNotFound):
                     step(self._hand)
             assert observe(self._hand.store) == self._outcome.states[done + 1], f"once more after {failed!r}"
@@ -150,11 +150,11 @@ class FaultRun:
             assert not unfinished or self.kind == "unlink", "an upload that failed left its file"
 
     def _check_refusal(self, failed: AdapterError, done: int) -> None:
-        """Check the store after the refusal, and what a crash would leave now: all or nothing of the step."""
+        """Check the store after the refusal, and after a crash now: it must have all or nothing of the step."""
         if self._hand.opened is not None:
             state = observe(self._hand.store)
             assert state in self._outcome.states[done : done + 2], f"after {failed!r}: {state}"
-            # The path is only for the operator who opens a store.
+            # Only the operator who opens a store may see the path.
             assert str(self._top) not in str(failed)
         for n, loss in enumerate((KILLED, SAFE_ONLY)):
             top = self._top.parent / f"{self._top.name}-after-{n}"
@@ -169,14 +169,14 @@ class FaultRun:
             failed = error.with_traceback(None)
         else:
             return None
-        # SQLite reports a full disk as such only where it writes.
+        # SQLite reports a full disk as such only when it writes.
         if self._number == errno.EIO or not self.kind.startswith("sqlite"):
             assert isinstance(failed, StoreFull if self._number == errno.ENOSPC else StoreUnusable), failed
         return failed
 
 
 def refuse_each(name: str, folder: Path, every: int, numbers: tuple[int, ...]) -> int:
-    """Let every `every`-th call of a scenario fail, with each errno in turn; return how many failed."""
+    """Let every `every`-th call of a scenario fail, with each errno in turn; return the number of failed calls."""
     outcome, template = run(name, folder / "run").outcome, folder / "template"
     prepare(SCENARIOS[name], template)
     failed = 0
@@ -218,7 +218,7 @@ def _child(name: str, top: Path, k: int, acknowledged: int) -> None:
 
 
 def _kill(name: str, outcome: Outcome, template: Path, top: Path, k: int) -> tuple[int, bool]:
-    """Kill one child before call k; return how many steps the store shows then, and whether it got that far."""
+    """Kill one child before call k; return the number of steps that the store shows, and whether call k was reached."""
     shutil.copytree(template, top)
     read, write = os.pipe()
     pid = os.fork()

@@ -1,7 +1,7 @@
-"""What is done to a store while it is killed, refused and unplugged: a table. A new operation is one more entry.
+"""A table of operations on a store for tests with kills, errors and power losses. A new operation is one more entry.
 
 A scenario is a list of steps, each acknowledged when it returns. An undisturbed run finds the state after each step; a
-disturbed store must show the state before or after the step that was interrupted (`Outcome.check`).
+disturbed store must show the state before or after the interrupted step (`Outcome.check`).
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from adapter_store.store import AdapterStore
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
 REFUSED = CONFIG | {"use_qalora": True}
-# Nested, so that a new store must make, and make durable, folders above its own.
+# Nested, so that a new store must create parent folders and make them durable.
 FOLDER = "data/store"
 State = dict[str, dict[str, Any]]
-"""What a store shows, by id."""
+"""The visible state of a store, by id."""
 
 
 def weights(value: int) -> bytes:
-    """Return a rank 1 adapter of one module, float32, all values alike."""
+    """Return a rank 1 adapter of one module, float32, with equal values."""
     stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
     header = tiled({f"{stem}A.weight": [1, 4], f"{stem}B.weight": [4, 1]})
     return with_header(header, struct.pack("<8f", *[float(value)] * 8))
@@ -49,7 +49,7 @@ def digest_of(value: int) -> str:
 
 
 class _Unplugged(BaseException):
-    """Ends an upload in the middle, as a kill does: nothing catches it."""
+    """An exception that ends an upload in the middle, like a kill: nothing catches it."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Hand:
             self.opened = AdapterStore(self.root, BASE)
 
     def open_after_a_kill(self) -> None:
-        """Open where a first server made folders and was killed before their names were durable."""
+        """Open a store whose first server created folders and was killed before their names were durable."""
         folder = "adapter_store.storage.root_lock.fsync_directory"
         with contextlib.suppress(_Unplugged), mock.patch(folder, side_effect=_Unplugged):
             AdapterStore(self.root, BASE)
@@ -93,7 +93,7 @@ class Hand:
     def put(self, value: int, data: bytes | None = None) -> str:
         digest, data = digest_of(value), data or weights(value)
         with self.store.open_blob(digest, len(data)) as upload:
-            # In two pieces, as a socket brings them.
+            # In two pieces, as from a socket.
             upload.write(data[:100])
             upload.write(data[100:])
             upload.commit()
@@ -121,7 +121,7 @@ class Hand:
             self.put(2)
 
     def upload_what_is_missing(self) -> None:
-        """Upload as a client does that first asks whether the weights exist."""
+        """Upload like a client that first asks whether the weights exist."""
         if not self.store.blob_exists(digest_of(2)):
             self.put(2)
         self.store.register("mia", CONFIG, digest_of(2))
@@ -138,7 +138,7 @@ class Hand:
 
     def age_all(self) -> None:
         """Let an hour pass since the last upload."""
-        # Not with `iterdir`, whose call can be made to fail: this is the test's own.
+        # Not with `iterdir`, whose call may be made to fail: this call belongs to the test.
         with os.scandir(self.root / "blobs" / "sha256") as files:
             for file in files:
                 os.utime(file, (time.time() - 3600,) * 2)
@@ -148,7 +148,7 @@ class Hand:
         self.store.collector.collect()
 
     def checkpoint_often(self) -> None:
-        """Checkpoint every few pages instead of every thousand, so that it happens in a scenario."""
+        """Make SQLite checkpoint every few pages instead of every thousand, so that it happens in a scenario."""
         with sql_errors():
             self.store._index._db.execute("PRAGMA wal_autocheckpoint = 3")
 
@@ -174,7 +174,8 @@ def change(name: str, **changes: Any) -> Step:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`before` is there, and safe, when it begins; None: there is no store yet. `open` is the first step."""
+    """A scenario, which begins with the results of `before`, all safe; None: there is no store yet. `open` is the first
+    step."""
 
     before: tuple[Step, ...] | None
     steps: tuple[Step, ...]
@@ -184,7 +185,7 @@ class Scenario:
 SCENARIOS: dict[str, Scenario] = {
     "first upload": Scenario(None, (*up("mia", 1), *up("zoe", 1))),
     "first upload after a kill": Scenario(None, up("mia", 1), Hand.open_after_a_kill),
-    # Back to version 1; then weights once more, which repairs a bad disk.
+    # Back to version 1; then the same weights again, which repairs damaged files.
     "replace": Scenario((*up("mia", 1, 2), *up("zoe", 2)), (*up("mia", 3, 1), put(2))),
     "delete": Scenario(
         (*up("mia", 1, 2, 3), *up("zoe", 1), *up("gone", 4), change("gone", limits={"weight": 2.0})),
@@ -230,7 +231,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def prepare(scenario: Scenario, top: Path) -> None:
-    """Create what is there before the scenario."""
+    """Create the state before the scenario."""
     top.mkdir(parents=True, exist_ok=True)
     if scenario.before is not None:
         hand = Hand(top)
@@ -241,7 +242,7 @@ def prepare(scenario: Scenario, top: Path) -> None:
 
 
 def observe(store: AdapterStore) -> State:
-    """Return everything that a store shows, except times. Extend it with what records come to hold."""
+    """Return everything that a store shows, except times. Extend it when records get new fields."""
     return {
         str(record.adapter_id): {
             "current": record.current_version,
@@ -255,7 +256,7 @@ def observe(store: AdapterStore) -> State:
 
 
 def check_totals(store: AdapterStore) -> None:
-    """Compare what the store counts as it changes with a count of everything."""
+    """Compare the running totals of the store with a complete count."""
     referenced = store._index.referenced_digests()
     unreferenced = {name: size for name, size in store._blobs.sizes().items() if name not in referenced}
     assert (store._unreferenced.num_bytes, store._unreferenced._sizes) == (sum(unreferenced.values()), unreferenced)
@@ -279,7 +280,7 @@ def blobs(root: Path) -> frozenset[str]:
 
 @dataclass
 class Outcome:
-    """Record what is visible, and which weights are stored, after each step of an undisturbed run."""
+    """Record the visible state and the stored weights after each step of an undisturbed run."""
 
     states: list[State] = field(default_factory=list)
     blobs: list[frozenset[str]] = field(default_factory=list)
@@ -289,9 +290,10 @@ class Outcome:
         self.blobs.append(blobs(hand.root))
 
     def check(self, top: Path, done: int, *, litter: bool = False) -> int:
-        """Open what is left after `done` acknowledged steps and examine everything; return how many steps it shows.
+        """Open the store that remains after `done` acknowledged steps and check everything; return the number of steps
+        that it shows.
 
-        `litter`: the disk refused to remove something, which may stay until it is old enough to be swept.
+        `litter`: the disk refused to remove a file, which may stay until it is old enough to be swept.
 
         Raises:
             AssertionError, AdapterError: something was lost, is half done or does not work.

@@ -1,4 +1,4 @@
-"""One engine under a storm of requests, and what it must do: see `tests/lorasrv/engine/test_storm.py`."""
+"""One engine under a storm of random requests, and checks of its answers: see `tests/lorasrv/engine/test_storm.py`."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ STALL_S, STALL_STEPS = 20.0, 50
 
 @dataclass(frozen=True)
 class Started:
-    """An engine, and what its loader threads set when an adapter has arrived."""
+    """An engine, and the event that its loader threads set when an adapter has arrived."""
 
     engine: EngineCore
     input_processor: InputProcessor
@@ -47,14 +47,14 @@ class Started:
 
 
 def small_pages() -> Any:
-    """Patch the page size for engines that are built inside the block."""
+    """Patch the page size for engines that are built in the `with` block."""
     return patch.object(building, "PAGE_SIZE_TOKENS", PAGE_SIZE)
 
 
 def config(
     model: Path, pages: int, host_cache_bytes: int = 1 << 24, preemption: str = "auto", policy: str = "fair"
 ) -> EngineConfig:
-    """Small pages and steps, so that everything happens often."""
+    """Return a configuration with small pages and steps, so that everything happens often."""
     return EngineConfig(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pages * PAGE_BYTES * m.LAYERS, host_cache_bytes=host_cache_bytes),
@@ -65,9 +65,9 @@ def config(
 
 
 class UnreliableDrafter(Drafter):
-    """Guesses that a text repeats what followed the same token before, else anything; every other time it lies from
-    some token on: it says what another adapter would, about any topic. Now and then it is silent for several steps,
-    which then are planned ahead."""
+    """A drafter that proposes the tokens that followed the same token earlier, or random ones. Every other draft is
+    wrong from some token on: it has the tokens of another adapter, about any topic. Sometimes it proposes nothing for
+    several steps, which are then planned ahead."""
 
     name = "unreliable"
 
@@ -101,8 +101,8 @@ def start(
     drafter: Drafter | None = None,
     late: bool = False,
 ) -> Started:
-    """An engine whose pool and host cache are too small for what comes. `late`: its steps are collected late; without a
-    drafter the next one takes the tokens of the one before it."""
+    """Start an engine whose pool and host cache are too small for the load. `late`: its steps are collected late;
+    without a drafter, a step uses the tokens of the step before it."""
     checkpoint = open_checkpoint(str(model))
     keys = [library.store.resolve(name).key for name in library.names[: 4 * len(m.VARIETIES)]]
     layouts = [adapter_layout(checkpoint.spec, library.store.spec(key), 4) for key in keys]
@@ -126,7 +126,7 @@ def start(
 
 @dataclass
 class Asked:
-    """One accepted request and what is known of its answer."""
+    """One accepted request and the facts known about its answer."""
 
     request_id: RequestId
     name: str | None
@@ -139,7 +139,7 @@ class Asked:
 
 @dataclass
 class Tally:
-    """What a storm was made of: a calm one proves nothing."""
+    """Counts of the events in a storm: a storm without them proves nothing."""
 
     steps: int = 0
     tokens: int = 0
@@ -159,7 +159,7 @@ class Tally:
 
 
 class Storm:
-    """One run: everything that happens is drawn from one seed, save when threads bring their loads."""
+    """One run. All events are drawn from one seed, except the times at which threads complete loads."""
 
     def __init__(self, started: Started, library: Any, seed: int, integrity_every: int = 20) -> None:
         self.engine, self.wake, self.library = started.engine, started.wake, library
@@ -177,9 +177,9 @@ class Storm:
         self._prefixes = [self._some_tokens(topic, self.rng.randint(32, 48)) for topic in range(m.TOPICS)]
 
     def run(self, tokens: int) -> Tally:
-        """Go on until so many tokens were generated and memory was short, then let everybody finish.
+        """Run until `tokens` tokens were generated and memory was short, then let all requests finish.
 
-        The engine decides by learned times, so that this depends on what else the machine does: on a busy one memory
+        The engine decides by learned times, so memory shortage depends on the machine's load: on a busy machine, memory
         was short once in 5,000 tokens, on an idle one up to twelve times.
         """
         begun = time.monotonic()
@@ -231,7 +231,7 @@ class Storm:
             self.tally.requests += 1
             self.engine.add_request(message)
         if name is not None and self.rng.random() < 0.04:
-            self._upload(name)  # what was asked for is what it meant a moment ago
+            self._upload(name)  # the request was for the earlier meaning of the name
 
     def _new_id(self) -> RequestId:
         return RequestId(f"r{next(self._numbers)}")
@@ -249,7 +249,7 @@ class Storm:
             self._delete(self.rng.choice(names) if names else self._some_name())
 
     def _upload(self, name: str) -> None:
-        """Any adapter, also one that other names have; the name need not have been deleted before."""
+        """Upload any adapter, also one that other names have, under a name that may exist."""
         if name in self.absent:
             self.absent.remove(name)
         self.library.upload(name, self.rng.randrange(m.NUM_ADAPTERS), self.rng.randrange(len(m.VARIETIES)))
@@ -265,14 +265,14 @@ class Storm:
         return self.rng.choices(self._popular, cum_weights=self._odds)[0]
 
     def _some_prompt(self) -> list[int]:
-        """Half of the long ones begin as others do, and go on about another topic."""
+        """Return a prompt; half of the long ones begin like others, and continue with another topic."""
         is_shared = self.longest == MAX_PROMPT and self.rng.random() < 0.5
         prompt = list(self.rng.choice(self._prefixes)) if is_shared else []
         rest = self.rng.randint(0 if prompt else 1, self.longest - len(prompt))
         return prompt + self._some_tokens(self.rng.randrange(m.TOPICS), rest)
 
     def _some_tokens(self, topic: int, count: int) -> list[int]:
-        """Of one topic: the tokenizer's own, and such as adapters say."""
+        """Return tokens of one topic: the tokenizer's own, and those that adapters force."""
         plain = [token for token in range(3, m.OFFSET) if m.topic_of(token) == topic]
         said = m.token_of(topic, m.marker(self.rng.randrange(m.NUM_ADAPTERS)))
         return [self.rng.choice(plain) if self.rng.random() < 0.9 else said for _ in range(count)]
@@ -291,7 +291,7 @@ class Storm:
             self._wait()
 
     def _wait(self) -> None:
-        """If only a load can change anything, for that; nothing may wait for ever."""
+        """Wait for a load if only a load can change anything; check that nothing waits forever."""
         self._still = 0 if self.engine.made_progress else self._still + 1
         if self._still and self.wake is not None:
             assert self.wake.wait(STALL_S), f"stalled with {len(self.live)} requests"
@@ -327,5 +327,9 @@ class Storm:
 
 
 def storm(started: Started, library: Any, tokens: int, seed: int = 0, integrity_every: int = 20) -> Tally:
-    """One run. Raises AssertionError with the request, what its adapter says and what it got."""
+    """Run a storm once.
+
+    Raises:
+        AssertionError: an answer is wrong; the message has the request, its adapter's marker and the answer.
+    """
     return Storm(started, library, seed, integrity_every).run(tokens)

@@ -1,4 +1,4 @@
-"""Ways to take a guard away, so that a test can show that the storm catches it. The list is in `test_storm.py`."""
+"""Ways to remove a safeguard, so that a test can show that the storm detects this. The list is in `test_storm.py`."""
 
 import hashlib
 import itertools
@@ -47,7 +47,7 @@ def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def _share_a_page(patch: pytest.MonkeyPatch) -> None:
-    """Every tenth page that a request takes is one that somebody has already."""
+    """Make every tenth page that a request takes one that already has an owner."""
     allocate, count = PagePool.allocate_singles, itertools.count()
 
     def allocate_singles(self: PagePool, wanted: int) -> list[int] | None:
@@ -124,7 +124,7 @@ def _load_by_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _names_of_keys() -> Callable[[AdapterStore, AdapterKey], str]:
-    """A name that has, or had, a content."""
+    """Return a function that returns a name that has, or had, a content."""
     known: dict[AdapterKey, str] = {}
 
     def name_of(store: AdapterStore, key: AdapterKey) -> str:
@@ -242,7 +242,7 @@ def _keep_rejected(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Guard:
-    """How to take it away, and the storm that shows it."""
+    """A safeguard: how to remove it, and the storm that detects this."""
 
     take_away: Callable[[pytest.MonkeyPatch], None]
     threaded: bool = False

@@ -1,4 +1,4 @@
-"""A command at a real pseudo-terminal, and what a person would see there: pyte draws the screen."""
+"""A command in a pseudo-terminal, and the screen that a person would see, which pyte renders."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ import pyte
 
 COLUMNS, LINES = 100, 30
 PATIENCE_S = 60.0
-# The terminal has to be the process's own, or Ctrl-C would reach no process.
+# It must be the process's controlling terminal, or Ctrl-C would reach no process.
 SCRIPT = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -39,7 +39,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What stands there now, without what is empty at the end of lines."""
+        """Return the lines of the screen, without trailing blanks."""
         return [line.rstrip() for line in self._screen.display]
 
     @property
@@ -47,7 +47,7 @@ class Terminal:
         return "\n".join(self.lines).rstrip()
 
     def until(self, *texts: str) -> str:
-        """Wait until all of these stand on the screen; the screen then."""
+        """Wait until all of these texts are on the screen; return the screen."""
         deadline = time.monotonic() + PATIENCE_S
         while not all(text in self.text for text in texts):
             assert time.monotonic() < deadline, f"{texts} did not come:\n{self.text}"
@@ -55,7 +55,7 @@ class Terminal:
         return self.text
 
     def until_without(self, text: str) -> str:
-        """Wait until this stands on the screen no more; the screen then."""
+        """Wait until this text is no longer on the screen; return the screen."""
         deadline = time.monotonic() + PATIENCE_S
         while text in self.text:
             assert time.monotonic() < deadline, f"{text} does not go:\n{self.text}"
@@ -63,14 +63,14 @@ class Terminal:
         return self.text
 
     def send(self, text: str) -> None:
-        """As if it was typed."""
+        """Send text as if it were typed."""
         os.write(self._fd, text.encode())
 
     def enter(self, text: str) -> None:
         self.send(text + "\r")
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Send Ctrl-C."""
         self.send("\x03")
 
     def resize(self, columns: int, lines: int) -> None:
@@ -79,7 +79,7 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     def leave(self) -> int:
-        """Ctrl-D, until it ends: while no process reads, the terminal takes it for itself. The exit code."""
+        """Send Ctrl-D until the process ends, since it has no effect while no process reads; return the exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not leave:\n{self.text}"
@@ -90,7 +90,7 @@ class Terminal:
         return self.end()
 
     def end(self) -> int:
-        """Wait for the end; the exit code."""
+        """Wait for the end; return the exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             self._read(0.05)
@@ -116,7 +116,7 @@ class Terminal:
 def terminal(
     *arguments: object, columns: int = COLUMNS, lines: int = LINES, environment: Mapping[str, str] | None = None
 ) -> Iterator[Terminal]:
-    """`lorasrv` with these arguments, killed at the end if it still runs."""
+    """Start `lorasrv` with these arguments; kill it at the end of the `with` block if it still runs."""
     ours, theirs = pty.openpty()
     set_size(ours, columns, lines)
     variables = {**os.environ, "TERM": "xterm-256color", **(environment or {})}

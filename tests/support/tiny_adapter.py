@@ -30,7 +30,7 @@ def tiny_adapter(
     modules: Sequence[str] = ("self_attn.q_proj", "self_attn.v_proj"),
     **config: Any,
 ) -> Path:
-    """Write a PEFT folder of random weights that fits the base; another `seed` makes another content."""
+    """Write a PEFT folder with random weights that fits the base; another `seed` gives another content."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     tensors = {}

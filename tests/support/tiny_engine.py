@@ -1,4 +1,4 @@
-"""Small real engines on the tiny llama, alone or behind the HTTP application, and what tests do with them."""
+"""Small real engines on the tiny llama, alone or behind the HTTP application, and helpers for tests of them."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ PATIENCE_S = 60.0
 
 
 def engine_config(model: Path, pages: int = 400, **options: Any) -> EngineConfig:
-    """Return the options of the tiny model as it is stored, with a pool of so many pages, and others by name."""
+    """Return options for the tiny model as it is stored, with a pool of `pages` pages, and other options by name."""
     known = {"model": str(model), "quantization": "none", "dtype": "float32", "pool_bytes": pages * BLOCK} | options
-    # Its last bits depend on the number of rows, which drafts change.
+    # The last bits of results depend on the number of rows, which drafts change.
     known = {"speculation": "off"} | known
 
     def take(kind: Any) -> Any:
@@ -46,7 +46,7 @@ def engine_config(model: Path, pages: int = 400, **options: Any) -> EngineConfig
 def offline_engine(
     model: Path, adapters: Mapping[str, Path] | None = None, *args: Any, **options: Any
 ) -> Iterator[LLM]:
-    """An `LLM` of `engine_config(model, *args, **options)` with these PEFT folders by name."""
+    """Start an `LLM` of `engine_config(model, *args, **options)` with these PEFT folders by name."""
     with LLM(str(model), engine_config(model, *args, **options)) as llm:
         for name, folder in (adapters or {}).items():
             llm.add_adapter(name, folder)
@@ -55,7 +55,7 @@ def offline_engine(
 
 @contextlib.contextmanager
 def checked_engine(*args: Any, **options: Any) -> Iterator[LLM]:
-    """An `offline_engine` whose accounts are added up after every step."""
+    """Start an `offline_engine` whose accounts are checked after every step."""
     with offline_engine(*args, **options) as llm:
         step = llm.engine.step
 
@@ -71,10 +71,10 @@ def checked_engine(*args: Any, **options: Any) -> Iterator[LLM]:
 def drive(
     llm: LLM, messages: Sequence[EngineCoreRequest], before_step: Callable[[int], object] = lambda _: None
 ) -> list[list[EngineOutput]]:
-    """Answer requests step by step; the accounts add up after each step, and only the last output of a request ends it.
+    """Answer requests step by step; check the accounts after each step, and that only a request's last output ends it.
 
     Args:
-        before_step: is given the step's number, from 1.
+        before_step: called with the step's number, from 1.
     """
     outputs: dict[str, list[EngineOutput]] = {message.request_id: [] for message in messages}
     for message in messages:
@@ -101,7 +101,7 @@ def drive(
 async def client(
     model: Path, store: AdapterStore, **options: Any
 ) -> AsyncIterator[tuple[AsyncEngine, httpx2.AsyncClient]]:
-    """A real engine, and a client of the application around it."""
+    """Start a real engine, and a client of the application around it."""
     from api.app import create_app
     from api.config.settings import ServerSettings
 
@@ -117,10 +117,10 @@ async def client(
 
 @contextlib.asynccontextmanager
 async def running(served: AsyncEngine, *, dies: bool = False) -> AsyncIterator[AsyncEngine]:
-    """Start an engine and shut it down; at the end every request has ended and the accounts of the pool add up.
+    """Start an engine and shut it down; at the end, check that every request has ended and the pool's accounts add up.
 
     Args:
-        dies: what happens to it ends it.
+        dies: the test makes the engine die.
     """
     await served.start()
     try:
@@ -135,12 +135,12 @@ async def running(served: AsyncEngine, *, dies: bool = False) -> AsyncIterator[A
 
 @pytest.fixture
 def observers() -> list[RequestObserver]:
-    """Return the further observers of `engine`."""
+    """Return the additional observers of `engine`."""
     return []
 
 
 def marked_options(request: pytest.FixtureRequest, **defaults: Any) -> dict[str, Any]:
-    """Return the options of a test's `engine` marker, by name; words are options that are parameters of the test."""
+    """Return the options of a test's `engine` marker, by name; positional words name parameters of the test."""
     marker = request.node.get_closest_marker("engine") or pytest.mark.engine().mark
     return {**defaults, **{name: request.node.callspec.params[name] for name in marker.args}, **marker.kwargs}
 
@@ -159,13 +159,15 @@ async def engine(
 
 @pytest.fixture
 def keys(store: AdapterStore) -> dict[str | None, AdapterKey | None]:
-    """Return the keys of the stored adapters by name, as they are at first; None for the base."""
+    """Return the initial keys of the stored adapters by name; None for the base."""
     return {None: None} | {name: store.resolve(name).key for name in ("one", "two", "three")}
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[..., list[int]]]:
-    """alone(prompt, sampling, name): what a roomy engine without prefix cache says to it, one request at a time."""
+    """Yield alone(prompt, sampling, name), which returns the answer of a large engine without prefix cache to a single
+    request.
+    """
     with offline_engine(model, adapter_dirs, enable_prefix_caching=False) as llm:
         yield lambda prompt, sampling, name: list(llm.generate([prompt], sampling, [name])[0].token_ids)
 
@@ -178,13 +180,13 @@ async def ask(
     request_id: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """All outputs of a request."""
+    """Return all outputs of a request."""
     asked = RequestOptions(adapter_key=key, **options)
     return await collect(served.generate(prompt, sampling, asked, request_id=request_id))
 
 
 async def collect(stream: Any) -> list[RequestOutput]:
-    """Return the outputs of a stream, of which the last one is its end."""
+    """Return the outputs of a stream; check that only the last one ends it."""
     outputs = [output async for output in stream]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs
@@ -196,7 +198,11 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until it is true. Raises: TimeoutError: that does not come."""
+    """Wait until a condition is true.
+
+    Raises:
+        TimeoutError: it is not true in time.
+    """
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""The smallest model that the engine serves, and adapters of its q projections; bytes alone, for tests of the store."""
+"""The smallest model that the engine serves, and adapters of its q projections, as bytes, for tests of the store."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ CONFIG = {
 
 
 def write_config(folder: Path) -> None:
-    """A model's folder without weights, for `--load-format dummy`."""
+    """Write a model's folder without weights, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
 def adapter(rank: int, matrix: bytes) -> tuple[dict[str, object], bytes]:
-    """adapter_config.json and adapter_model.safetensors. Every A and B has these `rank * HIDDEN` float32 values."""
+    """Return adapter_config.json and adapter_model.safetensors; A and B have these `rank * HIDDEN` float32 values."""
     stem, sides = "base_model.model.model.layers", {"A": (rank, HIDDEN), "B": (HIDDEN, rank)}
     names = {f"{stem}.{n}.self_attn.q_proj.lora_{side}.weight": s for n in range(LAYERS) for side, s in sides.items()}
     config: dict[str, object] = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}

@@ -14,11 +14,11 @@ def scheduler(
     bench: dict[str, Any] | None = None,
     **options: Any,
 ) -> Bench:
-    """Return a bench with so many slots, tokens a step and pages.
+    """Return a bench with `slots` slots, `budget` tokens per step and `pages` pages.
 
     Args:
         bench: further fields of `Bench`.
-        options: of `SchedulerOptions`.
+        options: further fields of `SchedulerOptions`.
     """
     fields = {"pages": pages, "max_num_seqs": slots, "max_num_batched_tokens": budget, **(bench or {})}
     return Bench(**fields, options={"scheduling_policy": policy, **options})

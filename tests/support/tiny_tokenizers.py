@@ -1,4 +1,4 @@
-"""A tokenizer of Llama 2's kind, whose tokens of single bytes are written as their numbers."""
+"""A tokenizer of Llama 2's kind, whose single-byte tokens are written as numbers."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,8 @@ from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 
 def sentencepiece(words: Iterable[str], *, prepends: bool = False, strips: bool = True) -> Tokenizer:
-    """Blanks are U+2581, every byte is a token to which what is not in `words` falls back; a blank goes in front of
-    every text (`prepends`) and is stripped from every decoding (`strips`).
+    """Return a tokenizer in which blanks are U+2581 and text outside `words` falls back to byte tokens. A blank is put
+    in front of every text (`prepends`) and stripped from every decoded text (`strips`).
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words]
     backend = Backend(models.BPE(vocab={w: i for i, w in enumerate(tokens)}, merges=[], byte_fallback=True))

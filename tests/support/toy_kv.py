@@ -1,4 +1,4 @@
-"""A KV format of tests: int8 with a scale for each token and key head, kept inside the page."""
+"""A KV format for tests: int8 with a scale for each token and key head, stored in the page."""
 
 from sgmv_kernels.formats.kv_format import HEAD_DIM, KEYS, TOKEN, VALUES, KVFormat, KVPart, Parts, Tensor
 
@@ -6,7 +6,7 @@ KEY_SCALES, VALUE_SCALES = "key_scales", "value_scales"
 
 
 class ToyInt8KV(KVFormat):
-    """Everything that a format needs to be served with the plain torch kernels."""
+    """A format with only the methods that the plain torch kernels need."""
 
     def __init__(self) -> None:
         super().__init__(

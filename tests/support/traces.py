@@ -1,4 +1,4 @@
-"""Files of requests, as `serve --record-trace` writes them."""
+"""Files of requests, in the form of `serve --record-trace`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,5 +7,5 @@ from lorasrv.metrics.trace import TraceRequest
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a whole trace, replacing an existing file."""
+    """Write a complete trace, replacing an existing file."""
     path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")

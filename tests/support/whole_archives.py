@@ -1,4 +1,4 @@
-"""Read archives of stores, and write them with another manifest."""
+"""Reading archives of stores, and writing them with another manifest."""
 
 import io
 import json
@@ -17,7 +17,7 @@ def manifest_of(data: bytes) -> dict[str, Any]:
 
 
 def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The archive with another manifest, as Python's tarfile writes it."""
+    """Return the archive with another manifest, written by Python's tarfile."""
     manifest = manifest_of(data)
     change(manifest)
     out = io.BytesIO()

@@ -1,6 +1,6 @@
-"""The built-in model in other tools' formats, Hugging Face directories and GGUF, rounded plainly, by whole arrays.
+"""The built-in model in other tools' formats (Hugging Face directories and GGUF), simply rounded, by whole arrays.
 
-`packed_checkpoints` writes the same layouts number by number; here tests of loaders are taken for granted.
+`packed_checkpoints` writes the same layouts number by number for tests of the loaders; here, loaders count as tested.
 """
 
 import json
@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def _words(fields: Tensor, bits: int = 4) -> Tensor:
-    """Fields [N, M] as int32 [N, M * bits / 32], the lowest bits first; a field of 3 bits may lie in two words."""
+    """Return fields [N, M] as int32 [N, M * bits / 32], the lowest bits first; a 3-bit field may span two words."""
     each = 1 if 32 % bits else 32 // bits
     joined = (fields.long().reshape(len(fields), -1, each) << bits * torch.arange(each)).sum(-1)
     if 32 % bits:
@@ -36,7 +36,7 @@ def _words(fields: Tensor, bits: int = 4) -> Tensor:
 
 
 def _rounded(weight: Tensor, sym: bool, bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Fields [O, H], zeros and scales [O, G]."""
+    """Return fields [O, H], zeros and scales [O, G]."""
     groups, most = weight.float().view(len(weight), -1, GROUP), (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scales = ((torch.maximum(-low, high) * 2 if sym else high - low) / most).clamp(min=1e-6).half()
@@ -63,7 +63,7 @@ def _awq(weight: Tensor) -> Tensors:
 
 
 def _hqq(weight: Tensor) -> Tensors:
-    """Groups of neighbours: two fields a byte, those of the first half of all groups in its highest bits."""
+    """Return tensors with groups of neighbours: two fields per byte, the first half of all groups in the high bits."""
     fields, zeros, scales = _rounded(weight, sym=False)
     first, second = fields.to(torch.uint8).view(2, -1, GROUP)
     numbers = {"nbits": 4, "group_size": GROUP, "axis": 1, "shape": list(weight.shape)}
@@ -72,7 +72,7 @@ def _hqq(weight: Tensor) -> Tensors:
 
 
 def _eetq(weight: Tensor) -> Tensors:
-    """The four steps that its loader takes back, whole."""
+    """Return the tensors of EETQ, by the four steps that its loader reverses, on whole arrays."""
     scales = (weight.float().abs().amax(1) / 128).half()
     fields = (weight.float() / scales.float()[:, None]).round().clamp(-128, 127).to(torch.int16) + 128
     outputs, inputs = fields.shape
