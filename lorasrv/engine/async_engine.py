@@ -1,4 +1,4 @@
-"""Async engine: one engine thread beside the event loop. Only frozen messages without tensors cross between them.
+"""Async engine: one engine thread beside the event loop. They exchange only frozen messages without tensors.
 
 `EngineThread` hands over the outputs of steps, which are turned into text here. Every accepted request gets exactly one
 finished output, even when the engine dies.
@@ -73,8 +73,8 @@ class AsyncEngine:
     """Serve one model to asyncio callers. Methods belong to the event loop's thread.
 
     Args:
-        observers: told of every request, beside the engine's own: `request_stats`, `queue_limiter`, `in_flight`.
-        fetch: reads pages from the peers that requests name; without it their prompts are computed.
+        observers: told of every request, besides the engine's own: `request_stats`, `queue_limiter`, `in_flight`.
+        fetch: reads pages from the peers that requests name; without it the prompts are computed here.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AsyncEngine:
         self._executor = model.parts.executor
         self._engine = EngineCore(model.parts, self._loader, self._snapshot_loader(model, options, fetch))
         memory = model.parts.memory
-        # Any thread may ask.
+        # Any thread may call it.
         self._tier = memory.adapter_manager.tier
         self.pages = PageLender(
             memory.peer_pages.facts, memory.layout.block_bytes, model.parts.executor.read_pages, self._call_utility
@@ -171,7 +171,7 @@ class AsyncEngine:
 
     @property
     def silence(self) -> str | None:
-        """Return which process that computes a part of the model has not been heard of for seconds; None if none."""
+        """Return which process of the model has sent nothing for seconds; None if all have."""
         return self._executor.silence
 
     @property
@@ -180,11 +180,11 @@ class AsyncEngine:
         return self._thread.is_alive and self.error is None
 
     async def start(self) -> None:
-        """Start the engine thread. This process ends when one that computes a part of the model has gone."""
+        """Start the engine thread. This process ends when another process that computes a part of the model ends."""
         loop = asyncio.get_running_loop()
 
         def tell(why: str) -> None:
-            # The loop may end at any moment.
+            # The loop may be closed at any moment.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self.abort_all, why)
 
@@ -228,7 +228,7 @@ class AsyncEngine:
         """Accept a request, or refuse it at once.
 
         Args:
-            prompt: text, or token ids as they are.
+            prompt: text, or token ids, which are used unchanged.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
             request_id: a label for logs; the engine makes its own id unique.
             versions: (id, version) of the adapters whose deletion by force ends the request.
@@ -264,7 +264,7 @@ class AsyncEngine:
         try:
             with self.in_flight.arriving(versions, rids) as use:
                 requests = await self.input_processor.process_choices(rids, prompt, sampling, options)
-                # Nothing is awaited below: a registered stream is told when the engine ends.
+                # Do not await below: from here on the registered streams end with the engine.
                 use.check()
                 if not self.is_alive:
                     raise EngineDead(self.error or "the engine is not running")
@@ -275,11 +275,11 @@ class AsyncEngine:
             raise
 
     def check_computes(self) -> None:
-        """Check that prompts are answered here at all, now or later: they are, as long as the process lives."""
+        """Check that this server computes answers. It always does: do nothing."""
 
     def check_admission(self, principal: str) -> None:
-        """Check that the queue has a place for one more request, before any work for it. A dead engine refuses in
-        `add`.
+        """Check that the queue has a place for one more request, before any work is done for it. Do nothing if the
+        engine is dead: `add` refuses then.
 
         Raises:
             EngineOverloaded: the queue is full.
@@ -355,7 +355,7 @@ class AsyncEngine:
         return status
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
-        """Set an adapter's limits from the next step on; None restores those of every adapter.
+        """Set an adapter's limits from the next step on; None restores the default limits.
 
         Raises:
             EngineDead: the engine does not run.
@@ -366,7 +366,7 @@ class AsyncEngine:
         """Set what this engine may use of an adapter's limits, from the next step on.
 
         Returns:
-            What the engine uses for now: the share, or more while requests run that began before.
+            What the engine uses for now: the share, or more while earlier requests still run.
         Raises:
             EngineDead: the engine does not run.
         """
@@ -374,7 +374,7 @@ class AsyncEngine:
         return used
 
     async def forget_answers(self, adapter: AdapterKey | None = None, salt: str | None = None) -> None:
-        """Drop an adapter's past answers, or those under a salt, that later ones are drafted from.
+        """Drop the past answers of an adapter, or under a salt, which serve as drafts for later answers.
 
         Raises:
             EngineDead: the engine does not run.
@@ -458,7 +458,7 @@ class AsyncEngine:
         try:
             self._streams.update((stream.request_id, stream) for stream in streams)
             if self._loader is not None and requests[0].found is AdapterTier.DISK:
-                # The engine orders the loads after its current step; start to read at once.
+                # Start reading at once: the engine orders the loads only after its current step.
                 for term in requests[0].terms:
                     if self._tier(term.key) is AdapterTier.DISK:
                         self._loader.prefetch(term.key)
@@ -480,7 +480,7 @@ class AsyncEngine:
         return RequestStream(self, request, processor)
 
     def _finish(self, request_id: RequestId, why: str = "") -> None:
-        """Forget a request: its stream takes no more outputs. Called exactly once for every accepted request."""
+        """Forget a request, whose stream accepts no more outputs. Called exactly once for every accepted request."""
         if self._streams.pop(request_id, None) is not None:
             self.observers.on_finished(request_id, why)
 

@@ -1,7 +1,7 @@
 """Async input processor: requests are processed beside the event loop.
 
-A layout that is not known yet is read from a file's header, which may be slow or never end. This has its own threads,
-so that requests for other adapters do not wait with it.
+A layout that is not known yet is read from a file's header, which may be slow or never return. These reads have their
+own threads, so that requests for other adapters do not wait for them.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 NUM_READERS = 8
 LEAST_S = 1e-3
-"""Least time that is left to a request after processing; the engine then reports the timeout."""
+"""Shortest time left to a request after processing; the engine reports the timeout then."""
 
 
 class AsyncInputProcessor:
     """Call an input processor in threads. Methods belong to the event loop's thread.
 
     Args:
-        processor: the one that is called.
-        source: its stored adapters.
+        processor: does the work.
+        source: the processor's stored adapters.
         queue_timeout_s: the server's bound on the time until the first step; None sets none.
         load_timeout_s: longest time for reading a header; None sets none.
     """
@@ -81,17 +81,17 @@ class AsyncInputProcessor:
         return await asyncio.wrap_future(self._readers.submit(adapter, partial(self.processor.layout, adapter)))
 
     def read_stats(self) -> DiskReadStats:
-        """Return the counts of header reads that were given up."""
+        """Return the counts of abandoned header reads."""
         return self._readers.stats()
 
     def close(self) -> None:
-        """Accept no more requests; do not wait for those that read a header."""
+        """Accept no more requests; do not wait for header reads in progress."""
         self._readers.close(wait_s=0.0)
 
     async def _in_time(
         self, reading: Awaitable[list[EngineCoreRequest]], timeout_s: float | None
     ) -> list[EngineCoreRequest]:
-        """Return the messages with the rest of their time as timeout. One out of range is refused by the processor."""
+        """Return the messages with their remaining time as timeout. The processor refuses a timeout out of range."""
         own_s = timeout_s if timeout_s is not None and 0 < timeout_s <= MAX_TIMEOUT_S else None
         limits = (("timeout_s,", own_s), ("the server's queue timeout of", self._queue_timeout_s))
         bounds = [(seconds, name) for name, seconds in limits if seconds is not None]

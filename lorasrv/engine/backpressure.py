@@ -1,6 +1,6 @@
 """Backpressure: how many requests and prompt tokens may queue, and when to retry if there is no room.
 
-For the event loop's thread; no torch. The engine publishes after each step how many requests wait and run; requests
+For the event loop's thread; no torch. After each step the engine publishes how many requests wait and run. Requests
 sent since then, and prompts that are not computed yet, are counted here.
 """
 
@@ -20,12 +20,12 @@ FADE_S = 10.0
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 MAX_KEYS = 256
-"""Most API keys whose retry times are remembered; the ones that asked last."""
+"""Most API keys whose retry times are remembered: those refused last."""
 
 
 def num_queued(num_sent: int, num_waiting: int, num_running: int, request_slots: int) -> int:
-    """Return the number of requests that do not run: those that wait, and those sent to the engine beyond its free
-    slots."""
+    """Return the number of requests that do not run: the waiting ones, and those sent to the engine that exceed its
+    free slots."""
     free = 0 if num_waiting else max(0, request_slots - num_running)
     return num_waiting + max(0, num_sent - free)
 
@@ -33,8 +33,8 @@ def num_queued(num_sent: int, num_waiting: int, num_running: int, request_slots:
 class ThroughputEstimate:
     """Estimate how fast a queue drains, measured only while it is not empty.
 
-    Two fading sums, the drained amount and the time it took: both count less the longer ago they were. Their quotient
-    is right from the first amount on, and an idle hour does not change it.
+    It is the quotient of two decaying sums: the drained amount and the time that this took. The quotient is right from
+    the first amount on, and an idle hour does not change it.
     """
 
     def __init__(self) -> None:
@@ -140,8 +140,8 @@ class QueueLimiter(RequestObserver):
         self._tokens_drained.add(tokens)
 
     def _retry_after_s(self, num_requests: int, num_tokens: int, principal: str) -> float:
-        """Return when as much as these requests need will have drained, behind the earlier refused ones of the same
-        key: told the same time, they would all come back at once. Keys with refused requests share the throughput."""
+        """Return the seconds until these requests should have room, after the earlier refused requests of the same
+        key: with equal times they would all return at once. Keys with refused requests share the throughput."""
         self._advance_clock()
         requests_s = self._requests_drained.seconds_for(num_requests)
         tokens_s = self._tokens_drained.seconds_for(num_tokens)

@@ -1,4 +1,4 @@
-"""Checked model: what a checkpoint and the options say of an engine, before weights are loaded, which takes long."""
+"""Checked model: what a checkpoint and the options determine before the weights are loaded, which takes long."""
 
 import logging
 from dataclasses import dataclass
@@ -41,17 +41,17 @@ class CheckedModel:
     ops: Ops
     tokenizer_source: TokenizerSource
     tokenizer: Tokenizer
-    # The base's.
+    # Weight format of the base.
     fmt: QuantFormat
-    # An open checkpoint of a second base that drafts; None without one.
+    # Open checkpoint of the draft model; None without one.
     draft: Checkpoint | None
-    # Layers of the base that draft, and its own Medusa heads.
+    # Layers of the base that draft tokens, and the base's own Medusa heads.
     draft_layers: tuple[int, ...]
     draft_heads: HeadArrays
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: EngineConfig, progress: Progress) -> "CheckedModel":
-        """Refuse what can be refused before weights are loaded.
+        """Check all that can be checked before weights are loaded.
 
         Raises:
             ModelError: the checkpoint cannot be served.
@@ -79,7 +79,7 @@ class CheckedModel:
             fmt=choose_format(config.model, checkpoint, ops),
             draft_layers=draft_layers(spec.num_layers, config.speculation.draft_layers, spec.kv_source_layers),
             draft_heads=() if heads is None else read_heads(Path(heads), spec.hidden_size),
-            # The last: it is to be closed.
+            # Opened last: an error above would leave it open.
             draft=open_draft_model(config, tokenizer, spec.vocab_size, max_model_len),
         )
 
@@ -102,7 +102,7 @@ class CheckedModel:
 
         Raises:
             ConfigError: the pool is too small.
-            NotEnoughMemory: the whole is too large.
+            NotEnoughMemory: the server as a whole is too large.
         """
         draft = None if self.draft is None else self.draft.spec
         plan = MemoryPlan.of(self.config, self.spec, self.fmt.name, self.device, self.checkpoint.packing, draft)

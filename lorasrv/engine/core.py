@@ -1,7 +1,7 @@
 """Engine core: the synchronous engine, with `add_request`, `abort`, utility calls and `step`. No asyncio, threads or
 text.
 
-Everything here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
+Everything here belongs to the one thread that calls `step`, except loads, which the `Loader` runs.
 """
 
 import logging
@@ -48,7 +48,7 @@ from lorasrv.worker.snapshot_loader import SnapshotLoader
 _LOG = logging.getLogger(__name__)
 _WARM_UP = ScheduledRequest(RequestId("warm-up"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
 WARM_UP_STEP = SchedulerOutput((_WARM_UP,), {}, (), AdapterOrders(), 0)
-"""A token on the pool's first page, before any request has it."""
+"""One token on the pool's first page, before any request uses that page."""
 _NOTHING = SchedulerOutput((), {}, (), AdapterOrders(), 0)
 
 
@@ -58,7 +58,7 @@ class _InFlightStep:
 
     step: SchedulerOutput
     shape: StepShape
-    # Collects the step; None: it was too large to submit as a whole and runs in parts when it is the oldest.
+    # Collects the step. None: the step was too large to submit whole; it runs in parts once it is the oldest.
     handle: StepHandle | None
 
 
@@ -85,7 +85,7 @@ class EngineCore:
         self._is_serial = False
         # Why no step can be computed any more; empty while it can.
         self._lost = ""
-        # From when on the time of the step in flight counts, and when the next one is to be planned.
+        # When the step in flight began, and when to plan the next one.
         self._begun_s = self._plan_at_s = 0.0
         self._counters = CoreCounters()
         self.step_stats = StepStats()
@@ -100,7 +100,8 @@ class EngineCore:
 
     @property
     def made_progress(self) -> bool:
-        """Return whether the last step changed anything; if not, only a message, a load or time can."""
+        """Return whether the last step changed anything; if not, the next one does so only after a message, the end of
+        a load, or some time."""
         return self._made_progress
 
     @property
@@ -115,13 +116,13 @@ class EngineCore:
         return self._executor.profile
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
-        """Prepare the calling thread, which will call `step`, and compute a warm-up step, which belongs to no request.
+        """Prepare the calling thread, which will call `step`, and compute a warm-up step without any request.
 
-        The first step after a start takes a quarter of a second longer: the system gives memory to weights and pages
-        when they are first used, and kernels are recorded. No request should wait for that.
+        The first step after a start takes a quarter of a second longer, for which no request should wait: the system
+        commits memory for weights and pages on first use, and kernels are recorded.
 
         Args:
-            before_pass: called within `step` when it is about to compute without Python's lock.
+            before_pass: called within `step` just before it computes without the GIL.
         """
         self._executor.bind_thread(before_pass)
         self._executor.collect(self._executor.submit(WARM_UP_STEP))
@@ -146,8 +147,8 @@ class EngineCore:
         self._scheduler.finish(request_id, RequestStatus.FINISHED_STOPPED)
 
     def call_utility(self, number: int, request: UtilityRequest) -> None:
-        """Start a utility call; its result is returned by `take_utility_results` under this number, at once or when
-        the adapter is resident."""
+        """Start a utility call. `take_utility_results` returns its result under this number, at once or when the
+        adapter is resident."""
         if isinstance(request, MakeSnapshot | FindSnapshot):
             self._snapshots.call(number, request)
             return
@@ -172,17 +173,17 @@ class EngineCore:
     def compute(self) -> None:
         """Compute the step in flight, if this thread takes part in that, until it is time to plan the next one.
 
-        That is late, so that requests which come meanwhile are in it, but before the step in flight is done. `step`
-        does so itself.
+        The next one is planned late, to include requests that arrive meanwhile, but before the step in flight is done.
+        `step` also calls this.
         """
         if self._in_flight:
             self._executor.take_part(self._plan_at_s - time.perf_counter())
 
     def commit_ahead(self) -> bool:
-        """Have the system give memory to a few of the pages that will be used soon; return whether any lacked it.
+        """Have the system commit memory for a few pages that will be used soon; return whether any lacked it.
 
         Raises:
-            EngineDead: a process that computes a part of the model has gone.
+            EngineDead: a process that computes a part of the model has ended.
         """
         piece = self._memory.ahead.take()
         if piece is not None:
@@ -197,7 +198,7 @@ class EngineCore:
             DeviceLost: the device cannot be used any more.
             EngineDead: a process that computes a part of the model has gone.
             AssertionError: the accounts of the pool are inconsistent.
-            KeyboardInterrupt: as comes to the thread of an `LLM`; all requests must be aborted then.
+            KeyboardInterrupt: raised in the thread of an `LLM`; all requests must be aborted then.
         """
         try:
             return self._step()
@@ -210,12 +211,12 @@ class EngineCore:
             raise
 
     def _drop_steps(self, lost: str) -> None:
-        """Drop the steps in flight; `lost` says why there will be no others, if so."""
+        """Drop the steps in flight. If no further step can be computed, `lost` says why."""
         self._lost = lost
         self._in_flight.clear()
         self._scheduler.discard_all()
         if lost:
-            # Ranks that wait in the middle of a pass would take the next one's numbers for those of this one.
+            # Ranks that wait in the middle of this pass would mistake data of the next pass for theirs.
             self._executor.close()
 
     def _step(self) -> list[EngineOutput]:
@@ -238,7 +239,7 @@ class EngineCore:
                 return self._faults.on_schedule_error(error)
             self._faults.on_scheduled()
         settling_s = self._settle(step)
-        has_tokens = bool(step.requests)  # it may lose them: their pages could not be swapped
+        has_tokens = bool(step.requests)  # before requests leave the step because their pages could not be swapped
         with self.profile.span("pages"):
             step = self._apply_page_ops(step)
             self._send_orders(step.orders)
@@ -269,7 +270,7 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop the loaders, then the executor, which they fill pages with."""
+        """Stop the loaders, then the executor, through which they fill pages."""
         if self._loader is not None:
             self._loader.close()
         self._snapshots.close()
@@ -301,7 +302,7 @@ class EngineCore:
             if step.is_awaited:
                 computing_s = max(0.0, computing_s - self._memory.costs.lead.seconds)
             if result.num_runs == 1:
-                # Of a step behind which none was planned, the pass may have begun later: behind its own planning.
+                # If no step was planned behind this one, its pass may have begun later, after its own planning.
                 if self._in_flight and handle is not None and handle.pass_ended_s is not None:
                     late_s = handle.pass_ended_s - begun - self._memory.costs.step.seconds(oldest.shape)
                     self._memory.costs.lateness.observe(late_s, 1)
@@ -312,8 +313,8 @@ class EngineCore:
         return outputs
 
     def _replan(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """Drop a failed step and those behind it, which may read what it did not write. They are planned again, one
-        at a time, to find out which request fails.
+        """Drop a failed step and later ones, which may read what it did not write. Their tokens are planned again, one
+        step at a time, to find out which request fails.
 
         Raises:
             DeviceLost: the device cannot be used any more.
@@ -369,16 +370,16 @@ class EngineCore:
             self._counters.loads_from_host += 1
 
     def _settle(self, step: SchedulerOutput) -> float:
-        """Have the step in flight computed before its pages are moved, swapped or read for a file; return the seconds
-        that this took."""
+        """Wait for the step in flight before its pages are moved, swapped or read for a file; return the seconds that
+        this took."""
         begun = time.perf_counter()
         if step.page_ops or self._pending_ops or step.snapshots.saves:
             self._executor.settle()
         return time.perf_counter() - begun
 
     def _apply_page_ops(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Apply the pending page operations in order, first those that an exception has left. A request whose pages
-        could not be swapped is left out of the step."""
+        """Apply the pending page operations in order, beginning with those left over after an exception. A request
+        whose pages could not be swapped is removed from the step."""
         self._pending_ops += step.page_ops
         begun, swapped = time.perf_counter(), 0
         while self._pending_ops:
@@ -399,7 +400,7 @@ class EngineCore:
         return step
 
     def _apply_left_ops(self) -> None:
-        """Apply the page operations of a step that could not be planned, so that pages hold what the accounts say."""
+        """Apply the page operations of a step whose planning failed, so that the pages match the accounts."""
         self._pending_ops += self._scheduler.take_page_ops()
         if self._pending_ops:
             self._executor.settle()
@@ -425,6 +426,6 @@ class EngineCore:
         if self._in_flight:
             costs, self._begun_s = self._memory.costs, time.perf_counter()
             pass_s = costs.step.seconds(self._in_flight[0].shape) + costs.lateness.seconds
-            # With two threads twice the time of planning before its end: no prediction is exact, and to be early costs
-            # no more than that a request which comes meanwhile is in the step after the next.
+            # With two threads this is twice the planning time before the end, because predictions are not exact.
+            # Planning too early costs little: a request that arrives meanwhile is in the step after the next.
             self._plan_at_s = self._begun_s + pass_s - 4 * costs.lead.seconds

@@ -17,8 +17,8 @@ def open_draft_model(
     """Open the draft model that the options name; None if they name none.
 
     Raises:
-        ConfigError: it cannot be read, its tokens are not those of the served base, or its context is shorter than a
-            request's.
+        ConfigError: it cannot be read, its tokens differ from those of the served base, or its context is shorter than
+            a request's.
     """
     model = config.speculation.draft_model
     if model is None:

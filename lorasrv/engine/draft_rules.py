@@ -1,4 +1,4 @@
-"""Draft rules: how the answer to a request may be drafted, and why it is not."""
+"""Draft rules: whether and how the answer to a request may be drafted."""
 
 from dataclasses import dataclass, replace
 
@@ -16,18 +16,18 @@ from lorasrv.speculation_params import (
 
 @dataclass(frozen=True, slots=True)
 class DraftRules:
-    """Apply what one server has for drafting to its requests."""
+    """Decide how a server's drafters may be used for a request."""
 
     # Whether drafts of requests without a seed are accepted by rejection sampling.
     may_reject: bool = False
     # Tokens that the base's Medusa heads draft.
     num_draft_heads: int = 0
-    # Names of the drafters that there are.
+    # Names of the server's drafters.
     drafters: frozenset[str] = frozenset()
 
     def accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
-        """Return how drafts of a request are accepted: with a seed its text depends on nothing else, and a grammar
-        would cut its drafts where they are wrong."""
+        """Return how drafts of a request are accepted. Rejection sampling is not used with a seed, because the text
+        may depend on nothing else, or with a grammar, which would cut wrong drafts."""
         if not self.may_reject:
             return None
         return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
@@ -41,11 +41,11 @@ class DraftRules:
         *,
         has_own_tokens: bool,
     ) -> str | None:
-        """Return why a request is not drafted although it asks for that; None if it is, or does not ask.
+        """Return why a request's answer is not drafted although it asks for drafts; None otherwise.
 
         Args:
-            num_heads: tokens that Medusa heads draft for it, the base's or its adapter's.
-            has_own_tokens: whether it may say tokens that the base lacks.
+            num_heads: tokens that the Medusa heads of the base or of its adapter draft.
+            has_own_tokens: whether its answer may contain tokens that the base lacks.
         """
         if not speculation.max_draft:
             return None
@@ -66,7 +66,7 @@ NOTHING_DRAFTS = DraftRules()
 
 
 def restrict(speculation: SpeculationParams, policy: KvPolicy | None, *, has_own_tokens: bool) -> SpeculationParams:
-    """Return what a policy leaves of the options, and tokens that models do not know."""
+    """Return the options without what a policy, or tokens that draft models do not know, rule out."""
     speculation = speculation.without(frozenset(MODEL_DRAFTERS)) if has_own_tokens else speculation
     if policy is None:
         return speculation

@@ -1,4 +1,4 @@
-"""Engine counters: those of the engine and of its parts, as plain numbers."""
+"""Engine counters: counters of the engine and of its parts, as plain numbers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from lorasrv.metrics.engine_stats import EngineStats
 
 @dataclass(slots=True)
 class CoreCounters:
-    """Count what the engine core itself does since the start."""
+    """Count what the engine core itself has done since the start."""
 
     arrived: int = 0
     failed: int = 0

@@ -1,4 +1,4 @@
-"""Engine thread: steps of an engine core beside the event loop, which sends it messages and is handed its outputs."""
+"""Engine thread: runs the steps of an engine core; the event loop sends it messages and receives its outputs."""
 
 import asyncio
 import logging
@@ -22,13 +22,13 @@ from lorasrv.worker.device import compute_in_parallel
 
 _LOG = logging.getLogger(__name__)
 MAX_SLEEP_S = 3600.0
-"""Longest timeout that is passed to a queue, which refuses an infinite one."""
+"""Longest timeout for a queue, which does not accept an infinite one."""
 MAX_WAIT_S = 1.0
-"""Longest sleep while requests wait: what should have woken the engine, and has not, delays them by no more."""
+"""Longest sleep while requests wait: a missed wake-up delays them by no more."""
 
 
 class EngineThread:
-    """Drain the inbox, run a step, and hand over all its outputs in one call, at once or when the next step begins to
+    """Drain the inbox, run a step, and deliver all its outputs in one call, at once or when the next step begins to
     compute.
 
     Args:
@@ -45,7 +45,7 @@ class EngineThread:
     ) -> None:
         self._core, self._inbox = core, inbox
         self._deliver, self._on_death = deliver, on_death
-        # Outputs that the event loop has not got yet.
+        # Outputs that are not delivered to the event loop yet.
         self._unposted: list[EngineOutput] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -61,7 +61,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop behind the messages so far."""
+        """Stop after the messages sent so far."""
         self._inbox.put(Shutdown())
 
     def join(self) -> None:
@@ -69,8 +69,8 @@ class EngineThread:
         self._thread.join()
 
     def take_unposted(self) -> list[EngineOutput]:
-        """Return the outputs that were not handed over. A thread that still runs may hand over some of them again: call
-        it when all streams end."""
+        """Return the undelivered outputs. Call it when all streams end: a thread that still runs may deliver some of
+        them again."""
         outputs, self._unposted = self._unposted, []
         return outputs
 
@@ -82,7 +82,7 @@ class EngineThread:
             core.bind_thread(self._post)
             idle = True
             while self._drain_inbox(wait=idle):
-                # `step` calls `_post` for the outputs of the step before.
+                # `step` calls `_post` for the outputs of the previous step.
                 outputs = core.step()
                 self._unposted += outputs
                 idle = not core.made_progress
@@ -104,8 +104,8 @@ class EngineThread:
         """Handle every message; return False on shutdown.
 
         Args:
-            wait: wait for the first message, at most until the engine has something to do by itself. Pages that will be
-                used soon get memory instead, a few at a time.
+            wait: wait for the first message, at most until the engine has other work. Before waiting, memory is
+                committed for pages that will be used soon, a few at a time.
         """
         while wait or not self._inbox.empty():
             if wait:
@@ -144,10 +144,10 @@ class EngineThread:
         return True
 
     def _post(self) -> None:
-        """Hand the event loop what it has not got yet.
+        """Deliver pending outputs and results to the event loop.
 
-        Where no step is in flight, outputs wait until the next one is planned and computes, if no answer ends: then
-        this thread does not need Python's lock, for which the two would wait in turn.
+        If no step is in flight and no answer ends, outputs are delivered once the next step computes. This thread does
+        not need the GIL then; earlier, both threads would wait for it in turn.
         """
         results = self._core.take_utility_results()
         assert self._loop is not None

@@ -39,20 +39,20 @@ class BuiltModel:
     """Hold a loaded model and what its checkpoint describes."""
 
     parts: EngineParts
-    # Makes the requests of an engine of these parts.
+    # Makes requests for an engine of these parts.
     input_processor: InputProcessor
     spec: ModelSpec
-    # The format that its weights are in.
+    # Format of the base's weights.
     weights: ServedWeights
     tokenizer: Tokenizer
-    # Those of adapters with tokens of their own; None without a store.
+    # Tokenizers of adapters with tokens of their own; None without a store.
     own_tokenizers: OwnTokenizers | None
     chat_template: ChatTemplate | None
-    # Whether a request's result is the same alone and in any batch, to the bit.
+    # Whether a request's result is bit-identical alone and in any batch.
     is_batch_invariant: bool
-    # Equal for engines that answer a request in the same tokens; empty where these depend on the batch.
+    # Equal for engines that answer a request with the same tokens; empty if the tokens depend on the batch.
     fingerprint: str
-    # Those of the store; None without one.
+    # Snapshots of the store; None without a store.
     snapshots: SnapshotFiles | None = None
     max_snapshot_bytes: int = 0
 
@@ -98,7 +98,7 @@ def _build(
     drafters: Sequence[Drafter] | None,
     progress: Progress,
 ) -> BuiltModel:
-    """Build what is made of loaded weights, and of a pool of this layout."""
+    """Build the parts that need loaded weights and a pool of this layout."""
     config, spec, drafting = model.config, model.spec, model.config.speculation
     adapters = None
     if store is not None:
@@ -147,7 +147,7 @@ def _build(
 
 
 def _layout(model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool_bytes: int) -> PoolLayout:
-    """Return the layout of a pool of `pool_bytes`, those in the pools of the draft model and other ranks included."""
+    """Return the layout of a pool of `pool_bytes`, which include the pools of the draft model and other ranks."""
 
     def page_bytes(num_kv_heads: int, head_dim: int) -> int:
         return model.kv_format.page_bytes(num_kv_heads, head_dim, PAGE_SIZE_TOKENS)
@@ -168,7 +168,7 @@ def _memory(
     snapshots: SnapshotFiles | None,
     identity: Facts,
 ) -> MemoryManager:
-    """Return the accounts of an empty pool; `identity` says for which servers its pages have the same bits."""
+    """Return the accounts of an empty pool; pages are bit-identical on servers with equal `identity`."""
     return MemoryManager.make(
         layout,
         model.config.memory,
@@ -194,7 +194,7 @@ def _inputs(
     own_tokenizers: OwnTokenizers | None,
     drafters: frozenset[str],
 ) -> InputProcessor:
-    """Return the input processor of an engine of these parts, whose drafters have these names."""
+    """Return the input processor for these parts and for drafters with these names."""
     config = model.config
     return InputProcessor(
         parts.memory,
@@ -229,7 +229,7 @@ def _draft_heads(model: CheckedModel, models: Sequence[str], adapters: HostAdapt
 def _runner(
     model: CheckedModel, loaded: LoadedModel, processes: ModelProcesses, pool: DevicePool, heads: DraftHeads | None
 ) -> ModelRunner:
-    """Return the runner of this process's part of every step; the other processes make their pools."""
+    """Return the runner of this process's part of every step, and have the other processes make their pools."""
     draft = None
     if loaded.draft is not None:
         draft_pool = DevicePool(loaded.draft.spec, pool.num_pages, pool.page_size, model.kv_format, model.device)

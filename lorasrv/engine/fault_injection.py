@@ -4,11 +4,11 @@
     failing-reads:0.5          this share of the reads of adapters fails
     no-space  io-error  read-only  no-files
                                of uploads, writing fails with ENOSPC, fsync with EIO, opening a file with EROFS, EMFILE
-    step-raises@50             the 50th step that computes something raises, whichever part of it is tried
-    step-raises:7              so does every part in which token 7 is computed
+    step-raises@50             the 50th step that computes something raises, in every part that is tried
+    step-raises:7              every part that computes token 7 raises
     step-oom:8@50x10           of ten steps from the 50th on, parts of more than 8 tokens run out of memory
-    step-hangs:5s@100          the 100th hangs for five seconds; without a time, for ever
-    interpreter-hangs@100      and lets no other thread run meanwhile
+    step-hangs:5s@100          the 100th step hangs for five seconds; without a time, for ever
+    interpreter-hangs@100      the 100th step hangs, and no other thread can run meanwhile
 
 `@N`: from the N-th on, counted from the start; `xN`: so many times (default: without end for the disk, once for steps).
 Separate several faults by commas. This module is unused unless the server was started with `--inject-faults`.
@@ -57,7 +57,7 @@ class Fault:
     name: str
     # Seconds, a share, a number of tokens or a token id, depending on the name.
     value: float | None = None
-    # Occurrence from which on it happens.
+    # First occurrence at which it happens.
     first: int = 1
     # How often it happens; None: without end.
     count: int | None = None

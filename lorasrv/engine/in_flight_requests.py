@@ -1,6 +1,6 @@
 """In-flight requests: which requests use an adapter, until their last choice has finished, so that it can be deleted.
 
-The engine knows contents only; here a request is also known by its adapter id, as another id may name the same content.
+The engine knows only contents. Here a request is also known by its adapter id, as several ids may name one content.
 Belongs to the event loop's thread.
 """
 
@@ -20,7 +20,7 @@ from lorasrv.request import EngineCoreRequest
 class InFlightUse:
     """Hold one request's use of adapters."""
 
-    # (id, version) of each.
+    # (id, version) of each adapter.
     versions: frozenset[tuple[str, int]]
     # Choices that have not finished.
     open: set[RequestId]
@@ -50,7 +50,7 @@ class InFlightRequests(RequestObserver):
     def __init__(self, abort: Callable[[RequestId, Exception], object]) -> None:
         self._abort = abort
         self._uses: dict[RequestId, InFlightUse] = {}
-        # Adapter and beams that must run together, of each accepted choice.
+        # Adapter of each accepted choice, and the number of beams that must run together.
         self._live: dict[RequestId, tuple[str, int]] = {}
         self._by_adapter: dict[str, Counter[int]] = {}
         self._has_ended = asyncio.Event()

@@ -1,8 +1,8 @@
 """Input processor: turn a client's request into a request that the engine can run, or refuse it with the numbers.
 
-The single entry for the server, batches and offline use: a prompt becomes tokens, an adapter its layout, fields get
-their defaults, and requests that can never fit are refused. Any thread may call `process`: what it reads does not
-change while serving, except the tier in which an adapter was found, which is a moment old when it is used.
+The single entry for the server, batches and offline use: it tokenizes the prompt, finds the adapter's layout, fills in
+defaults and refuses requests that can never fit. Any thread may call `process`: what it reads does not change while
+serving, except the tier in which an adapter was found, which may be slightly out of date when it is used.
 """
 
 import secrets
@@ -65,11 +65,11 @@ class InputProcessor:
         max_model_len: tokens of prompt and answer together.
         vocab_size: token ids must be below it.
         tokenizer: None takes prompts as token ids only.
-        own_tokenizers: those of adapters with tokens of their own; None: there are no such adapters.
+        own_tokenizers: tokenizers of adapters with tokens of their own; None: there are no such adapters.
         eos_token_ids: tokens that end an answer unless they are ignored.
         watermark: options of requests with `watermark: true`.
         poison: refuses requests that have made the engine fail repeatedly.
-        drafts: what the server has for drafting.
+        drafts: rules for the server's drafters.
         step_tokens: tokens of the largest step.
         why_no_policy: why the model takes no `kv_policy`; None if it does.
     """
@@ -114,7 +114,7 @@ class InputProcessor:
         The adapter's content stays in the store until the request has ended.
 
         Args:
-            prompt: text, or token ids as they are.
+            prompt: text, or token ids, which are used unchanged.
             sampling: `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
 
         Raises:
@@ -182,7 +182,7 @@ class InputProcessor:
         return self._source
 
     def _stored(self, adapter: AdapterKey | None) -> "_StoredAdapter":
-        """Return what a request needs to know of an adapter, or of a sum of several. May read headers of files.
+        """Return what a request needs to know about an adapter or a sum of adapters. May read headers of files.
 
         Raises:
             InvalidRequest, AdapterError: as `layout`.
@@ -197,7 +197,7 @@ class InputProcessor:
         return _StoredAdapter(hold, terms, source.vocab_size(adapter), source.num_draft_heads(adapter))
 
     def _words(self, adapter: AdapterKey | None, size: int) -> "_Words":
-        """Return a request's vocabulary of `size` tokens, 0: as many as the base has. May build a tokenizer."""
+        """Return a request's vocabulary of `size` tokens; 0: as many as the base has. May build a tokenizer."""
         own = self._own_tokenizers.of(adapter) if self._own_tokenizers is not None else None
         return _Words(own or self._tokenizer, size or self._vocab_size, is_own=own is not None or size > 0)
 
@@ -222,7 +222,7 @@ class InputProcessor:
     def _max_tokens(
         self, num_prompt: int, asked: int | None, options: RequestOptions, terms: Sequence[AdapterTerm]
     ) -> int:
-        """Return how many tokens an answer may have: as many as asked for, or all that there is room for.
+        """Return how many tokens an answer may have: as many as requested, or as many as there is room for.
 
         Raises:
             ContextLengthExceeded: there is no room for them beside the prompt.
@@ -254,7 +254,7 @@ class InputProcessor:
             found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
             hold=stored.hold,
             adapter_id=options.adapter_id or (options.adapter_key or ""),
-            # With a grammar the text must be exactly that of the tokens.
+            # With a grammar the text must be exactly the text of the tokens.
             text=options.text if options.constraint is None else replace(options.text, strip_start=False),
             speculation=restrict(speculation, options.kv_policy, has_own_tokens=has_own_tokens),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
@@ -316,7 +316,7 @@ class InputProcessor:
 def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) -> list[EngineCoreRequest]:
     """Return further answers to the same prompt, each from the next seed, on the first one's pages.
 
-    Probabilities of the prompt come with the first one alone.
+    Only the first answer has logprobs of the prompt.
     """
     sampling = first.sampling
     if sampling.prompt_logprobs is not None:
@@ -338,9 +338,9 @@ class _StoredAdapter(NamedTuple):
 
     # Keeps its content in the store.
     hold: object
-    # What has to be in the pool for it.
+    # Adapters that must be in the pool for it.
     terms: tuple[AdapterTerm, ...]
-    # Tokens that it has, 0 if as many as the base.
+    # Number of its tokens; 0 if as many as the base.
     vocab_size: int
     num_draft_heads: int
 
@@ -349,11 +349,11 @@ _BASE = _StoredAdapter(None, (), 0, 0)
 
 
 class _Words(NamedTuple):
-    """Say what a request's tokens are."""
+    """Describe the vocabulary of a request."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
-    # Whether they are an adapter's, and not just the base's.
+    # Whether it is an adapter's vocabulary, not the base's.
     is_own: bool
 
 
@@ -363,7 +363,7 @@ def _check_on_cold(on_cold: OnCold, words: _Words) -> None:
 
 
 def _check_resumed(token_ids: tuple[int, ...], max_tokens: int, vocab_size: int) -> None:
-    """Check that an answer can go on behind these tokens."""
+    """Check that an answer can continue after these tokens."""
     if not all(0 <= token < vocab_size for token in token_ids):
         raise InvalidRequest(f"{{param}} must lie in [0, {vocab_size})", param="resumed_token_ids")
     if len(token_ids) >= max_tokens:

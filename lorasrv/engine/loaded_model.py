@@ -1,4 +1,4 @@
-"""Loaded model: the weights of a base and of the model that drafts for it."""
+"""Loaded model: the weights of a base and of its draft model."""
 
 import logging
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class LoadedModel:
     weights: ModelWeights
     # None without a draft model.
     draft: ModelWeights | None
-    # The format that the base is in.
+    # Weight format of the base.
     served: ServedWeights
-    # Of all processes.
+    # Bytes of all processes.
     nbytes: int
 
     @classmethod
@@ -32,7 +32,7 @@ class LoadedModel:
 
         Raises:
             ModelError: a checkpoint cannot be served.
-            ConfigError, NotEnoughMemory: as another process says.
+            ConfigError, NotEnoughMemory: another process reports it.
         """
         part = processes.part(model.checkpoint)
         own = load_weights(part, model.fmt, model.dtype, WeightMeter(), progress, model.device)

@@ -1,4 +1,4 @@
-"""Plan the memory of a server before it takes any: refuse what cannot fit, warn of what may grow too large.
+"""Plan the memory of a server before it allocates any: refuse what cannot fit, warn of what may grow too large.
 
 Building an engine enforces the plan, `lorasrv doctor` shows it.
 """
@@ -32,7 +32,7 @@ from sgmv_kernels.formats.kv_format import get_kv_format
 MIN_POOL_PAGES = 4
 _LOGIT_BYTES, _PROBABILITY_BYTES = 4, 8
 _FACTOR_BITS = 0.25
-"""Bits of a weight that its group's factors take in a quantized file, about."""
+"""Approximate bits per weight that the groups' factors take in a quantized file."""
 
 
 def base_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype, packing: StoredPacking | None = None) -> int:
@@ -53,14 +53,14 @@ def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -
 
 
 def block_bytes(parts: Sequence[ModelSpec], config: EngineConfig) -> int:
-    """Return the bytes of a page in all slabs of all ranks; one in a slab is as large everywhere."""
+    """Return the bytes of a page in all slabs of all ranks; it has the same size in every slab."""
     kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
     heads, slabs = max(part.num_kv_heads for part in parts), sum(part.num_slabs for part in parts)
     return kv_format.page_bytes(heads, parts[0].head_dim, PAGE_SIZE_TOKENS) * slabs
 
 
 def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> int:
-    """Return the bytes of a pool that is built while this memory is free, beside steps of `step` bytes."""
+    """Return the bytes of a pool that is built while this memory is free, with `step` bytes left for steps."""
     if options.pool_bytes is not None:
         return options.pool_bytes
     if options.gpu_memory_utilization is not None:
@@ -80,7 +80,7 @@ class MemoryPlan:
     base: int
     step: int
     pool: int
-    # A page in all slabs.
+    # Bytes of a page in all slabs.
     block: int
     num_ranks: int
     host_cache: int
@@ -99,7 +99,7 @@ class MemoryPlan:
         packing: StoredPacking | None = None,
         draft: ModelSpec | None = None,
     ) -> "MemoryPlan":
-        """Plan for this machine as it is now, before the base and its draft model are loaded in format `quantization`.
+        """Plan for the memory that is free now, before the base and its draft model are loaded as `quantization`.
 
         Args:
             packing: how the file is quantized; None if it is not, or not there yet.
@@ -115,7 +115,7 @@ class MemoryPlan:
             base += base_bytes(draft, quantization, dtype)
             step += step_bytes(draft, config, activation_dtype(device, dtype))
         if config.speculation.accept == REJECTION:
-            # What each drafter has drawn from, which is kept for the next step.
+            # The distribution that each draft model sampled from, which is kept for the next step.
             vocabulary = len(model_names(config.speculation)) * spec.vocab_size
             step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * vocabulary * _PROBABILITY_BYTES
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
@@ -184,7 +184,7 @@ class MemoryPlan:
 
         Raises:
             ConfigError: the pool is too small.
-            NotEnoughMemory: the whole is too large.
+            NotEnoughMemory: the server as a whole is too large.
         """
         if problem := self.too_small():
             raise ConfigError(problem)

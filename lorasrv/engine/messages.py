@@ -29,7 +29,7 @@ class GetAdapterTier:
 
 @dataclass(frozen=True, slots=True)
 class WarmAdapter:
-    """Load an adapter into the pool and spare it until `deadline_s` and a grace from now. The result is an
+    """Load an adapter into the pool and reserve it for `deadline_s` plus a grace period. The result is an
     `AdapterStatus` once it is resident."""
 
     key: AdapterKey
@@ -54,7 +54,7 @@ class UnpinAdapter:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """Set an adapter's limits; None restores those of every adapter. The result is None."""
+    """Set an adapter's limits; None restores the default limits. The result is None."""
 
     adapter_id: str
     limits: Limits | None
@@ -62,8 +62,8 @@ class SetLimits:
 
 @dataclass(frozen=True, slots=True)
 class SetShare:
-    """Set what this engine may use of an adapter's limits. The result is the `LimitShare` that is in use,
-    which is larger while requests run that began before."""
+    """Set what this engine may use of an adapter's limits. The result is the `LimitShare` that is in use, which is
+    larger while earlier requests still run."""
 
     adapter_id: str
     share: LimitShare
@@ -71,7 +71,7 @@ class SetShare:
 
 @dataclass(frozen=True, slots=True)
 class ForgetAnswers:
-    """Drop an adapter's past answers, or those under a salt, that later ones are drafted from. The result is None."""
+    """Drop the past answers of an adapter, or under a salt, which serve as drafts. The result is None."""
 
     adapter: AdapterKey | None = None
     salt: str | None = None
@@ -79,7 +79,7 @@ class ForgetAnswers:
 
 @dataclass(frozen=True, slots=True)
 class MakeSnapshot:
-    """Keep the pages of a prefix on the disk. The result is a `SnapshotStatus` once they are there."""
+    """Keep the pages of a prefix on the disk. The result is a `SnapshotStatus` once they are written."""
 
     adapter: AdapterKey | None
     prefix: FixedPrefix

@@ -1,7 +1,6 @@
-"""Output processor: the engine's token ids as text.
+"""Output processor: turn the engine's token ids into text, in the server and offline.
 
-One request's tokens become whole characters, in the server and offline alike; a tail that may become a stop string is
-held back.
+Only whole characters are returned. A tail that may become a stop string is held back.
 """
 
 from collections.abc import Sequence
@@ -37,8 +36,8 @@ class OutputProcessor:
     def process(self, output: EngineOutput) -> RequestOutput:
         """Process one step's output.
 
-        The result may be finished although `output` is not: a stop string was found, and the engine must be told to
-        stop. Tokens behind the stop are left out. Process nothing after a finished result.
+        If a stop string is found, the result is finished although `output` is not, and the engine must be told to stop.
+        Tokens after the stop string are left out. Process nothing after a finished result.
         """
         tokens, ended = output.new_token_ids, output.finish_reason is not None
         texts, offsets = list[str](), list[int]()
@@ -67,13 +66,13 @@ class OutputProcessor:
         return self._result(output, texts, offsets)
 
     def repeat(self, request: EngineCoreRequest) -> RequestOutput:
-        """Process the tokens that another engine has generated for a resumed request, as they were there.
+        """Process the tokens that another engine has generated for a resumed request, as that engine did.
 
         Raises:
             InvalidRequest: the answer ends within them.
         """
         tokens = request.resumed_token_ids
-        # Their log-probabilities are not known; those who ask for them have had them.
+        # Their log-probabilities are not known here; the client already has them.
         logprobs = () if request.sampling.logprobs is None else tuple(TokenLogprobs(token, 0.0) for token in tokens)
         result = self.process(EngineOutput(request.request_id, tokens, None, RequestTiming(), logprobs=logprobs))
         if result.finished:
@@ -81,14 +80,14 @@ class OutputProcessor:
         return result
 
     def _without_stop(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be shown now that `text` follows what was held back, and the stop string that ends
-        it, or None. A tail that a stop string begins with is held back."""
+        """Append `text` to what was held back; return the text that may be shown, and the stop string that ends it or
+        None. A tail that may be the start of a stop string is held back."""
         if not self._stop:
             return text, None
         old = len(self._held)
         text = self._held + text
         if self._num_generated > self._min_tokens:
-            # Text that was held back has no stop string that counts: it may have one within the first `min_tokens`.
+            # A stop string that lies within the text held back does not count: it came in the first `min_tokens`.
             begins = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stop)
             at, stop = min((found for found in begins if found[0] >= 0), key=lambda found: found[0], default=(-1, None))
             if stop is not None:
@@ -98,7 +97,7 @@ class OutputProcessor:
         return text[:shown], None
 
     def _possible_stop_length(self, text: str) -> int:
-        """Return the length of the longest tail that a stop string begins with."""
+        """Return the length of the longest tail that is the start of a stop string."""
         for length in range(len(self._beginnings), 0, -1):
             if text.endswith(self._beginnings[length - 1]):
                 return length
@@ -107,7 +106,7 @@ class OutputProcessor:
     def _cut(
         self, output: EngineOutput, num_tokens: int, texts: Sequence[str], offsets: Sequence[int], stop: str
     ) -> RequestOutput:
-        """Return the last output of an answer that a stop string has ended within `num_tokens` tokens of this one."""
+        """Return the last output of an answer that a stop string ends within the first `num_tokens` of these tokens."""
         if num_tokens < len(output.new_token_ids):
             kept = output.new_token_ids[:num_tokens]
             output = replace(output, new_token_ids=kept, logprobs=output.logprobs[:num_tokens], error=None)

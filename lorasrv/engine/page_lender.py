@@ -1,7 +1,7 @@
-"""Page lender: prefix pages for other replicas. Leases are the engine's; pages are read beside its steps.
+"""Page lender: prefix pages for other replicas. The engine owns the leases; pages are read while its steps run.
 
-A leased page is neither written nor moved, so a thread may copy it without the engine's. A lease ends here before it
-ends there, and a thread that has copied pages checks again that it had not: what was read too late is not passed on.
+A leased page is neither written nor moved, so any thread may copy it without involving the engine's thread. A lease
+ends here before it ends in the engine. After copying, a thread checks the lease again and drops pages read too late.
 """
 
 import time
@@ -19,8 +19,8 @@ class PageLender:
     """Lend pages. For the event loop's thread, except `read`.
 
     Args:
-        facts: all that keys and values depend on beside adapter and tokens; None: nothing is lent.
-        page_bytes: of a page in all slabs.
+        facts: all that keys and values depend on besides adapter and tokens; None: nothing is lent.
+        page_bytes: bytes of a page in all slabs.
         read: reads leased pages, in any thread.
         call: calls the engine.
     """
@@ -38,7 +38,7 @@ class PageLender:
         self._leases: dict[str, PageLease] = {}
 
     async def offer(self, digests: Sequence[bytes]) -> PageLease:
-        """Lease the first cached pages of these hashes; without any there is no lease.
+        """Lease the first cached pages of these hashes; if none are cached, there is no lease.
 
         Raises:
             EngineDead: the engine does not run.
@@ -62,7 +62,7 @@ class PageLender:
         """Return the bytes of a lease's pages, `count` from `first` on. Call it in a thread: pages are many bytes.
 
         Raises:
-            LeaseEnded: the lease has ended, perhaps meanwhile.
+            LeaseEnded: the lease has ended, perhaps during the read.
         """
         rows = self._read(self._live(lease_id).pages[first : first + count])
         self._live(lease_id)

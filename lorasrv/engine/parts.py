@@ -1,4 +1,4 @@
-"""Parts of an engine: what it computes with and what it accounts in."""
+"""Parts of an engine: those that compute and those that do the accounting."""
 
 from dataclasses import dataclass, field
 

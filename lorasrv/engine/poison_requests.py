@@ -1,8 +1,8 @@
 """Poison requests: a request that was in several failed steps is refused for a while.
 
-A request is identified by what would be computed: its key, its adapter's content, its tokens and its sampling except
-the seed, which clients that repeat a request change. Records are kept in memory and bounded; a restart drops them. (The
-guard against poison messages of message queues.)
+A request is identified by what would be computed: its key, its adapter's content, its tokens and its sampling without
+the seed, as clients change the seed when they repeat a request. Records are in memory and bounded; a restart drops
+them. (The idea is the guard of message queues against poison messages.)
 """
 
 import hashlib

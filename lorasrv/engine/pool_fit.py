@@ -1,4 +1,4 @@
-"""Pool fit: whether a request could ever have the context and the pages that it asks for, beside its adapter."""
+"""Pool fit: whether a request could ever get the context and the pages that it needs, beside its adapter."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class PoolFit:
         """Check that the pool has room for an adapter, or for all terms of a sum.
 
         Raises:
-            InvalidRequest: it has not.
+            InvalidRequest: the pool is too small.
         """
         pages, room = sum(map(self._memory.adapters.pages_for, layouts)), self._memory.adapter_pool.num_pages
         if pages > room:
@@ -40,8 +40,8 @@ class PoolFit:
         """Return the rest of the context, or of the pool if that is smaller; at least one.
 
         Args:
-            layouts: of what the request's adapter needs in the pool.
-            width: sequences that it computes together.
+            layouts: the layouts that the request's adapter has in the pool.
+            width: number of sequences that the request computes together.
         """
         room = self._memory.max_kv_pages(layouts) // width * self._memory.kv.page_size
         if policy is not None and policy.most_tokens(num_prompt_tokens, self._max_model_len) <= room:

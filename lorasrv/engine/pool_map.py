@@ -25,7 +25,7 @@ class RequestPages:
     # How many of the pages are also in other tables or in the prefix cache.
     shared: int
     page_ids: tuple[int, ...] = ()
-    # Key that the request belongs to.
+    # Principal of the API key that the request belongs to.
     principal: str = ANONYMOUS
 
 

@@ -6,16 +6,16 @@ from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.placement.work import FIRST_ANSWER, WorkRates
 
 BEGUN = 0.5
-"""Share of a running request that is still ahead, on average."""
+"""Average share of a running request's work that is still ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Hold the work of a replica, and the memory of the adapters that do it."""
+    """Hold the work of a replica, and the memory of the adapters in use."""
 
     # Requests that have not ended.
     requests: int
-    # Seconds until they have, if no further ones came.
+    # Seconds until they end, if no further ones arrive.
     seconds_ahead: float
     # Bytes in the pool of adapters that requests use now.
     adapter_bytes: int
@@ -23,7 +23,7 @@ class ReplicaLoad:
 
     @classmethod
     def of(cls, stats: EngineStats) -> "ReplicaLoad":
-        """Derive it, with the mean prompt and answer so far."""
+        """Estimate the load from the mean prompt and answer so far."""
         waiting = stats.requests_waiting + stats.requests_waiting_for_adapter
         pages = stats.pages_adapters - stats.pages_adapters_idle
         return cls(

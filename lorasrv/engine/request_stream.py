@@ -28,8 +28,8 @@ class StreamOwner(Protocol):
 
 class RequestStream(AsyncIterator[RequestOutput]):
     """Iterate over the outputs of one accepted request, for one reader. Closing it early aborts the request within
-    one step. Unread outputs are bounded by the length of the answer. The first output of a resumed request repeats the
-    tokens that it had.
+    one step. Unread outputs are bounded by the length of the answer. The first output of a resumed request repeats its
+    earlier tokens.
 
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be loaded; nothing was generated.
@@ -43,7 +43,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     """
 
     def __init__(self, engine: StreamOwner, request: EngineCoreRequest, processor: OutputProcessor) -> None:
-        # Without the hold on its adapter: a stream may be kept for longer than the request.
+        # Drop the hold on the adapter: a stream may live longer than the request.
         self.request = replace(request, hold=None)
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -110,7 +110,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def _end(self) -> None:
         self._finished = True
-        # The end is the reader's. What takes outputs refers to this stream, and would keep it until garbage is freed.
+        # `_take` refers to this stream; the cycle would keep it alive until garbage collection.
         self._take = None
 
     def _put(self, output: RequestOutput | Exception) -> None:
@@ -128,7 +128,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     @property
     def _waiting_reader(self) -> asyncio.Future[None] | None:
-        """Return what wakes the reader; None unless it has read everything and waits for more."""
+        """Return the future that wakes the reader; None unless it has read everything and waits for more."""
         return None if self._reader is None or self._reader.done() else self._reader
 
     def _wake_reader(self) -> None:

@@ -1,4 +1,4 @@
-"""Snapshot keeper: passes orders for snapshots to their loader and its reports back, and answers calls about them."""
+"""Snapshot keeper: passes snapshot orders to the loader and its reports back, and answers calls about snapshots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class SnapshotKeeper:
         self._calls.pop(number, None)
 
     def send(self, orders: SnapshotOrders) -> None:
-        """Begin what a step orders, before it computes."""
+        """Begin the snapshots that a step orders, before the step computes."""
         if self._loader is not None and orders != NO_SNAPSHOTS:
             self._loader.send(orders)
 

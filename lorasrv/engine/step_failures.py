@@ -1,10 +1,10 @@
-"""Step failures: end the requests that a step cannot be computed for, and continue with the others.
+"""Step failures: end the requests that make a step fail, and continue with the others.
 
 Where a step can fail:
 
-- Planning it, or entering its results: the scheduler's bookkeeping is wrong. The running requests end, then all if that
-  did not help. If the accounts of the pool are inconsistent after that, or a third plan in a row fails, the engine ends
-  too: a wrong page would be a wrong token.
+- Planning it, or recording its results: the scheduler's bookkeeping is wrong. The running requests end; if that does
+  not help, all end. If the accounts of the pool are inconsistent then, or a third plan in a row fails, the engine ends
+  too, because a wrong page would give wrong tokens.
 - Swapping pages: a request whose pages could not be swapped out or in is computed again.
 - Computing it: `StepRetrier` has found the requests that cannot be computed.
 """
@@ -26,7 +26,7 @@ TOO_LARGE = "the machine has too little memory left to compute this request, eve
 
 
 class StepFailureHandler:
-    """End the requests of failed steps. For the engine thread. `total` counts them."""
+    """End the requests of failed steps; `total` counts them. For the engine thread."""
 
     def __init__(self, scheduler: Scheduler, poison: PoisonGuard) -> None:
         self._scheduler = scheduler
@@ -70,7 +70,7 @@ class StepFailureHandler:
         self._end([request for request in requests if request not in large], Refusal.STEP, FAILED)
 
     def on_update_error(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """End the requests of a step whose results could not be entered, or only in part.
+        """End the requests of a step whose results could not be recorded, or only in part.
 
         Returns:
             The outputs of the ended requests.
@@ -88,11 +88,11 @@ class StepFailureHandler:
         """Fail requests.
 
         Raises:
-            AssertionError: what one of them holds could not be freed.
+            AssertionError: resources of one of them could not be freed.
         """
         ended = list(requests)
         if refusal is Refusal.STEP:
-            # Requests that memory was short for are not poison: that passes.
+            # A shortage of memory is temporary: such requests are not poison.
             self._poison.record(request.message for request in ended)
         for request in ended:
             try:

@@ -1,12 +1,11 @@
-"""Step retry: compute a failed step again in parts, until what cannot be computed stands alone.
+"""Step retry: compute a failed step again in parts, until the requests that fail are isolated.
 
-Every token's keys and values have their own place and are written before anything reads them, and no row's result
-depends on the rows beside it. So computing a part again changes nothing, and parts give the result of the whole: an
-exception costs the other requests of its batch only time, and n requests are resolved in at most 3 n runs. A request
-that does not fit into memory alone is also cut along its tokens, as long prompts are anyway; the size that did fit
-bounds the next steps for a while. Requests that still fail are in `StepResult.failed`.
-
-Parts are halves, as in bisection of test cases (Zeller's ddmin).
+Parts are halves, as in bisection of test cases (Zeller's ddmin). Every token's keys and values have their own place and
+are written before anything reads them, and no row's result depends on other rows. So a part can be computed again
+without harm, and the parts together give the result of the whole step. An exception costs the other requests of its
+batch only time; n requests take at most 3 n runs. A request that does not fit into memory alone is also split along its
+tokens, like a long prompt; the size that fits then bounds the next steps for a while. `StepResult.failed` has the
+requests that still fail.
 """
 
 import logging
@@ -22,7 +21,7 @@ from lorasrv.worker.device import is_out_of_memory
 _LOG = logging.getLogger(__name__)
 MAX_NAMED = 8
 CALM_STEPS = 256
-"""Steps within the bound before twice as many tokens are tried again."""
+"""Number of steps within the bound before twice as many tokens are tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class FaultHook(Protocol):
         """Note that a step is about to be computed, in one part or in several."""
 
     def on_part(self, part: SchedulerOutput) -> None:
-        """Raise whatever is to go wrong with this part of the step."""
+        """Raise the fault of this part of the step, if it has one."""
 
 
 class StepRetrier:
@@ -81,7 +80,7 @@ class StepRetrier:
             collect: waits for the whole step, if it is in flight already.
         Raises:
             DeviceLost: the device cannot be used any more.
-            EngineDead: a process that computes a part has gone.
+            EngineDead: a process that computes a part of the model has ended.
         """
         self._begin()
         parts, bound = [step], self._most_tokens
@@ -90,7 +89,7 @@ class StepRetrier:
             part, *parts = [*self._bounded(parts[0]), *parts[1:]]
             num_runs += 1
             try:
-                # What is dropped by `recover` is not collected any more.
+                # Collect only once: `recover` drops the step in flight.
                 wait, collect = collect, None
                 self._prepare(part)
                 gathered.take(wait() if wait is not None and part is step else self._run(part))
@@ -103,12 +102,12 @@ class StepRetrier:
                 _LOG.error(
                     "%d tokens of %d requests (%s) failed: %s", *shown, exc_info=error if num_runs == 1 else None
                 )
-                # Without its frames, which keep what they have allocated alive.
+                # Drop the frames, which keep allocated tensors alive.
                 caught = error.with_traceback(None)
             if not self._recover():
                 raise DeviceLost(f"the device cannot be used any more: {type(caught).__name__}") from caught
             if part.has_drafts:
-                # The drafts may be the cause, or too much; nothing is lost without them.
+                # The drafts may be the cause, or need too much memory; without them nothing is lost.
                 parts.insert(0, part.without_drafts())
                 continue
             smaller = self._smaller(part, caught)
@@ -187,7 +186,7 @@ class StepRetrier:
 
 
 def _without(parts: Sequence[SchedulerOutput], failed: Container[RequestId]) -> list[SchedulerOutput]:
-    """Drop failed requests from parts: the rest of a cut request would read what was not written."""
+    """Drop failed requests from parts: the rest of a split request would read what was not written."""
     left = [part.only([s for s in part.requests if s.request_id not in failed]) for part in parts]
     return [part for part in left if part.requests]
 

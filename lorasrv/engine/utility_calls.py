@@ -1,5 +1,5 @@
-"""Utility calls: what is asked of the engine beside requests: about adapters, limits and the pool. Most are answered at
-once, warming and pinning when the adapter is resident."""
+"""Utility calls: calls to the engine other than requests, about adapters, limits and the pool. Most are answered at
+once; warming and pinning are answered when the adapter is resident."""
 
 import time
 
@@ -49,7 +49,7 @@ class UtilityCalls:
 
     def __init__(self, memory: MemoryManager, scheduler: Scheduler) -> None:
         self._memory, self._scheduler = memory, scheduler
-        # Calls that wait for an adapter to be resident, and since when.
+        # Calls that wait for an adapter to become resident, with their start times.
         self._waiting: dict[int, tuple[AdapterKey, float]] = {}
         self._results: list[UtilityResult] = []
 

@@ -1,11 +1,11 @@
 """Watchdog: notice an engine that is stuck, end all streams, and exit so that a supervisor can restart the process.
 
 The engine thread *beats* whenever it makes progress: before each part of a step, and between steps. While it waits for
-work it *rests*, for any time. A busy engine is not stuck: a long prompt is computed in chunks, each with a beat; the
-first step may compile and has five times as long.
+work it *rests*, for any time. A busy engine is not stuck: a long prompt is computed in chunks, each with a beat. The
+first step may compile, so it may take five times as long.
 
-The event loop watches the engine, and a timer of the interpreter (`faulthandler`), which needs neither loop nor GIL,
-watches the event loop: if the loop does not postpone it, it writes all stacks and ends the process.
+The event loop watches the engine. A timer of the interpreter (`faulthandler`), which needs neither loop nor GIL,
+watches the event loop: unless the loop postpones it, it writes all stacks and ends the process.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from typing import Protocol
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 70
-"""EX_SOFTWARE of sysexits.h. The timer exits with 1, which faulthandler fixes."""
+"""EX_SOFTWARE of sysexits.h. The timer exits with 1 instead: faulthandler allows no other code."""
 FIRST_STEP_FACTOR = 5.0
 LAST_RESORT_FACTOR = 2.0
 LAST_WORDS_S = 2.0
 """Time in which error events and /health can still be read."""
 CHECKS = 20
-"""Number of checks within the limit."""
+"""Number of checks per limit."""
 STDERR = 2
 
 
@@ -56,7 +56,7 @@ class Heartbeat:
         return 0.0 if since_s is None else self._clock() - since_s
 
     def allowed_s(self, limit_s: float) -> float:
-        """Return how long a step may take, if `limit_s` is allowed after the first."""
+        """Return how long the current step may take: `limit_s`, or more for the first step."""
         return limit_s if self._has_computed else FIRST_STEP_FACTOR * limit_s
 
     def is_stuck(self, limit_s: float) -> bool:
@@ -65,7 +65,7 @@ class Heartbeat:
 
 
 class WatchedEngine(Protocol):
-    """Provide what the watchdog needs of an engine."""
+    """Provide what the watchdog needs from an engine."""
 
     heartbeat: Heartbeat
 
@@ -95,7 +95,7 @@ class Watchdog:
             self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
-        """Stop watching the engine, which is shut down on purpose. The timer keeps running: the shutdown must finish
+        """Stop watching the engine, because it is being shut down. The timer keeps running: the shutdown must finish
         in time."""
         if self._task is not None:
             self._task.cancel()
@@ -113,7 +113,7 @@ class Watchdog:
             await asyncio.sleep(min(1.0, self._limit_s / CHECKS))
             if not self._engine.is_alive:
                 await self._terminate("the engine has ended")
-            # Twice in a row: after the whole process was stopped for a while, the engine must be able to beat first.
+            # Require two checks in a row: after a pause of the whole process, the engine must get a chance to beat.
             is_stuck = self._engine.heartbeat.is_stuck(self._limit_s)
             if is_stuck and was_stuck:
                 seconds = self._engine.heartbeat.still_s
