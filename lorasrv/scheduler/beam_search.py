@@ -2,9 +2,9 @@
 
 The beams of a group are ordinary requests, forked with copy-on-write pages and batched with all others. In a step a
 beam offers its likeliest next tokens; when all beams of the group have offered, the best continuations become the new
-beams. A beam that has offered waits for the others and keeps its pages unless no other request can proceed. So that two
-groups never wait for what the other holds, groups run at the same time only if there is enough for all of them to get
-to their ends. A group that does not fit waits, and no other group begins before it meanwhile.
+beams. A beam that has offered waits for the others and keeps its pages unless no other request can proceed. To prevent
+deadlock, groups run at the same time only if there are resources for all of them to finish. A group that does not fit
+waits, and no other group begins before it.
 
 Source: the search of transformers' `generate(num_beams=...)`, including its scores and its three early-stopping modes.
 """
@@ -20,8 +20,8 @@ from lorasrv.request import Request, RequestStatus
 from lorasrv.sampling_params import BeamOptions
 
 Offer = Sequence[tuple[int, float]]
-"""(token id, log-probability) of a beam's next tokens, likeliest first. `InputProcessor` ensures that enough of them
-continue the answer: as many as there are beams, beside the tokens that end it."""
+"""(token id, log-probability) of a beam's next tokens, likeliest first. `InputProcessor` ensures that, besides the
+tokens that end the answer, at least as many continue it as there are beams."""
 
 
 class Hypothesis(NamedTuple):
@@ -141,7 +141,7 @@ class BeamGroups:
         self._groups: dict[RequestId, _Group] = {}
         # Groups with a beam that has run.
         self._running: dict[RequestId, _Group] = {}
-        # The first group that was found waiting for others since the last change.
+        # First group found waiting for others since the last change.
         self._next: RequestId | None = None
         self._has_changed = False
 
@@ -183,8 +183,8 @@ class BeamGroups:
         return sum(beam.status is not RequestStatus.RUNNING for beams in groups for beam in beams)
 
     def num_more(self, request: Request, most: int) -> int:
-        """Return for how many more requests of its adapter there must be room, so that a request may begin, and
-        overtakes no group that came before it: groups begin only where all their beams may run.
+        """Return for how many more requests of its adapter there must be room before a request may begin: its own
+        beams and, as a group begins only when all its beams may run, those of groups that came before it.
 
         Args:
             most: beams that may run together; wider groups are passed over.
@@ -204,7 +204,7 @@ class BeamGroups:
         )
 
     def hold_back(self, request: Request) -> None:
-        """Note that a beam must wait. Of the groups that wait for others, the first one begins before the rest."""
+        """Note that a beam must wait. Among the groups that wait for others, the first one begins first."""
         if not self.is_of_running_group(request):
             self._next = self._next or _name(request)
 

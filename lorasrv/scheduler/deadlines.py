@@ -2,7 +2,7 @@
 
 `timeout_s` counts from arrival to the last token, the server's queue timeout from arrival to the first step. With early
 abort, a request that is predicted to miss one of them is refused before any work is spent on it (after S-LoRA's abort
-strategy): on arrival with the work ahead of it, later by its own work alone, which no luck makes shorter.
+strategy). On arrival the prediction includes the work ahead of the request; later only the request's own work.
 """
 
 import heapq
@@ -23,7 +23,7 @@ class Deadlines:
     """Track the deadlines of live requests. Mutated by the engine thread only.
 
     Args:
-        options: with the longest wait for the first step, and whether requests are aborted early.
+        options: the longest wait for the first step, and whether requests are aborted early.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Deadlines:
             if deadline is not None:
                 heapq.heappush(self._heap, (deadline, request.number, kind, request))
         if len(self._heap) > self._next_sweep:
-            # Else a request that finishes long before its deadline would be kept until then.
+            # Otherwise a request that finishes long before its deadline would be kept until the deadline.
             self._heap = [entry for entry in self._heap if not self._is_past(entry[-1])]
             heapq.heapify(self._heap)
             self._next_sweep = max(MIN_SWEEP, 2 * len(self._heap))
@@ -84,7 +84,7 @@ class Deadlines:
         """
         begin_by, end_by = self._begin_by(request), self._end_by(request)
         if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learned:
-            return None  # never refuse on a guess: a server that admits nothing would never learn better
+            return None  # never refuse on a guess: a server that admits nothing would never learn
         begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:
             end_s = begin_s + self._predictor.remaining(request, MEDIAN) * self._each_token_s(request)

@@ -1,14 +1,14 @@
 """Length predictor: how long answers will be, learned online from finished ones by adapter and prompt length.
 
-After S³ (Jin et al. 2023), which predicts lengths with a model to pack batches; here histograms suffice, because the
-past answers of an adapter predict most. A quantile is taken over what is left once a request has outgrown shorter
-answers. An adapter without history is predicted from all adapters. Without any history, `UNKNOWN_TOKENS` more tokens
-are expected, or what `max_tokens` leaves: most clients send none, and reserving a whole context for each would admit
-hardly any request.
+S³ (Jin et al. 2023) predicts lengths with a model to pack batches. Here histograms suffice, because the past answers of
+an adapter predict most. The quantile is taken over the answers longer than the request's answer so far. An adapter
+without history is predicted from all adapters. Without any history, `UNKNOWN_TOKENS` more tokens are expected, or what
+`max_tokens` leaves: most clients set no `max_tokens`, and reserving a whole context for each would admit hardly any
+request.
 
-`peak_growth` turns predictions into pages: how many more the batch needs at its peak. Finished requests return their
-pages to the others, so the sum over all ends would be too much; the peak is just before one of them ends (the estimate
-of LightLLM's scheduler; S-LoRA counts adapters in the same budget).
+`peak_growth` turns predictions into pages: how many more the batch needs at its peak. A sum over the ends of all
+requests would be too high, because finished requests free their pages for the others. The peak is just before one of
+them ends (the estimate of LightLLM's scheduler; S-LoRA counts adapters in the same budget).
 """
 
 import bisect
@@ -49,8 +49,8 @@ ENDS = tuple(_bin_ends())
 
 @dataclass(slots=True)
 class _Histogram:
-    """Count answers by length. An answer that was cut at `max_tokens` only says that it was no shorter (Kaplan and
-    Meier 1958). 750 bytes each, as there are thousands of them."""
+    """Count answers by length. An answer cut at `max_tokens` only shows that the full one would be no shorter (Kaplan
+    and Meier 1958). A histogram takes just 750 bytes, as there are thousands."""
 
     ended: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
     cut: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
@@ -65,8 +65,8 @@ class _Histogram:
             self.total /= 2
 
     def quantile(self, q: float, longer_than: int) -> int | None:
-        """Return the length that an answer longer than `longer_than` stays within, with probability `q`; None if too
-        few answers were that long. If too many of those were cut, the answer is predicted to be cut as well."""
+        """Return the length that an answer longer than `longer_than` does not exceed with probability `q`; None if too
+        few answers were that long. If too many of those were cut, this answer is predicted to be cut as well."""
         begin = _bin(longer_than + 1)
         at_risk = sum(self.ended[begin:]) + sum(self.cut[begin:])
         if at_risk < MIN_ANSWERS:
@@ -99,7 +99,7 @@ class LengthPredictor:
         return self._num_answers >= MIN_ANSWERS
 
     def length(self, request: Request, q: float) -> int:
-        """Return the tokens that the whole answer stays within, with probability `q`."""
+        """Return the tokens that the whole answer does not exceed with probability `q`."""
         most, generated = request.message.max_tokens, request.num_generated_tokens
         if request.sampling.ignore_eos and not request.sampling.stop and not request.sampling.stop_token_ids:
             return most
@@ -115,7 +115,7 @@ class LengthPredictor:
         return self.length(request, q) - request.num_generated_tokens
 
     def planned_remaining(self, request: Request) -> int:
-        """Return the tokens that admission counts on, predicted anew only when the answer has outgrown them."""
+        """Return the tokens that admission plans for; they are predicted again only when the answer exceeds them."""
         if request.planned_tokens <= request.num_generated_tokens:
             request.planned_tokens = self.length(request, PLANNED_QUANTILE)
         return request.planned_tokens - request.num_generated_tokens
@@ -144,7 +144,7 @@ class LengthPredictor:
 
 
 def _keys(request: Request) -> Sequence[_Key]:
-    """Return the histograms to ask, from the most specific to the most general."""
+    """Return the keys of the histograms to use, from the most specific to the most general."""
     adapter, prompt = request.message.adapter_id, request.num_prompt_tokens.bit_length()
     return (adapter, prompt), (adapter, None), (None, prompt), (None, None)
 
@@ -158,7 +158,7 @@ def peak_growth(requests: Iterable[tuple[int, int, int]], page_size: int) -> int
     """Return the pages that the batch needs at its peak beyond those held now.
 
     Args:
-        requests: (tokens now, tokens to come, most tokens that are held at a time) of each.
+        requests: (tokens now, tokens to come, most tokens held at a time) of each request.
     """
     now, to_come, most = np.array(list(requests), dtype=np.int64).reshape(-1, 3).T
     held = -(-np.minimum(now, most) // page_size)

@@ -1,7 +1,7 @@
 """Quotas: what each adapter and each API key uses now, compared with its `Limits`.
 
 A request counts on two accounts, its adapter's and its key's, and must stay within the limits of both. Rates are token
-buckets that may go into debt: a prompt chunk is computed whole, and the account then waits until the debt is paid.
+buckets that may become negative: a prompt chunk is computed whole, and the account then waits until the bucket refills.
 Quotas only answer questions; the caller decides what to do with a request that exceeds them.
 """
 
@@ -27,14 +27,14 @@ _NONE = Limits()
 
 
 class Blocker(NamedTuple):
-    """Name what keeps waiting requests from running."""
+    """Name the reason why waiting requests cannot run."""
 
     kind: str
     name: str
 
     @classmethod
     def of_key(cls, principal: str) -> "Blocker":
-        """Return the running requests or the rate of a key, which block all requests of the key alike."""
+        """Return the limits of a key on running requests and on rate, which block all requests of the key."""
         return cls("key", principal)
 
     @classmethod
@@ -50,12 +50,12 @@ class Blocker(NamedTuple):
 
     @classmethod
     def of_prompt(cls, first: RequestId) -> "Blocker":
-        """Return the prompt of a first choice, which further choices share."""
+        """Return the first choice of a prompt, which further choices wait for."""
         return cls("prompt", first)
 
     @classmethod
     def of_snapshot(cls, name: SnapshotName) -> "Blocker":
-        """Return a snapshot that is being restored, which requests begin with."""
+        """Return a snapshot that is being restored, with which requests begin."""
         return cls("snapshot", name.file)
 
     @property
@@ -65,8 +65,8 @@ class Blocker(NamedTuple):
 
     @property
     def is_of_adapter(self) -> bool:
-        """Return whether requests wait until an adapter's state changes; pages of a snapshot have places when its
-        adapter has some."""
+        """Return whether requests wait until an adapter's state changes. A snapshot counts: it gets pages once its
+        adapter has pages."""
         return self.kind in ("load", "host memory", "snapshot")
 
 
@@ -82,7 +82,7 @@ class _QuotaAccount:
     share: LimitShare = WHOLE
     num_running: int = 0
     num_waiting: int = 0
-    # Waiting requests that the next step can admit, as far as limits and request slots go.
+    # Waiting requests that the next step can admit within limits and request slots.
     num_with_slot: int = 0
     # Pages that its running requests may come to hold, including their adapters.
     pages: int = 0
@@ -98,7 +98,7 @@ class _QuotaAccount:
         return self.num_waiting - self.num_with_slot
 
     def allows(self, num_running: int, resident_bytes: int) -> bool:
-        """Return whether so many requests may run at a time and hold so many bytes of the pool, whatever the share."""
+        """Return whether so many requests may run at a time and hold so many bytes of the pool, ignoring the share."""
         most, most_bytes = self.limits.max_running, self.limits.resident_bytes
         return (most is None or num_running <= most) and (most_bytes is None or resident_bytes <= most_bytes)
 
@@ -111,7 +111,7 @@ class Quotas:
     """Keep the accounts of adapters and keys. Mutated by the engine thread only.
 
     Args:
-        of_adapters, of_keys: limits of adapters and keys without their own.
+        of_adapters, of_keys: default limits of adapters and keys.
         memory: page sizes of requests and adapters.
         request_slots: requests that run at a time.
         beams: the groups of beams, which run together.
@@ -140,7 +140,7 @@ class Quotas:
         self._num_swept = MIN_SWEEP
 
     def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
-        """Set an adapter's own limits; None restores those of every adapter."""
+        """Set an adapter's own limits; None restores the default limits."""
         if limits is None:
             self._own.pop(adapter_id, None)
         else:
@@ -152,11 +152,11 @@ class Quotas:
         self._fit(adapter_id)
 
     def set_share(self, adapter_id: str, share: LimitShare) -> LimitShare:
-        """Set what this engine may use of an adapter's limits; running requests go on, and the beams of their groups.
+        """Set what this engine may use of an adapter's limits. Running requests, with all beams of their groups, go on.
 
         Returns:
-            What the engine uses for now: the share, or more while requests run that began before, or while tokens are
-            owed, whose rate it keeps.
+            What the engine uses for now: the share, or more while earlier requests still run, or the old rate while
+            tokens are owed.
         """
         if share == WHOLE:
             self._shares.pop(adapter_id, None)
@@ -214,8 +214,8 @@ class Quotas:
         return None
 
     def why_unfit(self, request: Request) -> str | None:
-        """Return which limit forbids that the request ever runs, with all beams that must run together; None if none
-        does."""
+        """Return which limit prevents the request, with all beams that must run together, from ever running; None if
+        none does."""
         width, needed = self._needs_of_group(request)
         for account in self._accounts(request):
             most = account.limits.max_running
@@ -230,8 +230,8 @@ class Quotas:
         return None
 
     def allow_together(self, groups: Iterable[Request]) -> bool:
-        """Return whether groups of beams can all run to their ends at the same time: together they need no more request
-        slots, pages and shares of any account than there are.
+        """Return whether groups of beams can all run to their ends at the same time: whether there are enough request
+        slots, pages and shares of every account for all of them.
 
         Args:
             groups: one beam of each.
@@ -254,8 +254,8 @@ class Quotas:
         return all(account.allows(slots[name], pages[name] * self._page_bytes) for name, account in accounts.items())
 
     def blocker(self, request: Request) -> tuple[Blocker, float | None] | None:
-        """Return which limit forbids that a waiting request runs now, and when a rate will allow it; None if none does.
-        The caller asks again when `take_relieved` names the limit."""
+        """Return which limit prevents a waiting request from running now, and when a rate will allow it; None if none
+        does. The caller asks again when `take_relieved` names the limit."""
         for account in reversed(self._accounts(request)):
             most, share = account.limits.max_running, account.share.max_running
             if most is not None and account.num_running >= most:
@@ -267,7 +267,7 @@ class Quotas:
         return self.rate_blocker(request)
 
     def rate_blocker(self, request: Request) -> tuple[Blocker, float] | None:
-        """Return which rate forbids that a request has tokens now, and until when; None if none does."""
+        """Return which rate limit denies a request tokens now, and until when; None if none does."""
         if not self._has_rates:
             return None
         accounts = self._accounts(request)
@@ -289,7 +289,7 @@ class Quotas:
 
     # Transitions of a request.
     def begin_step(self) -> None:
-        """Count the requests that wait from here on as queued."""
+        """Count the requests that are waiting now as queued."""
         for account in self._with_slot:
             account.num_with_slot = 0
         self._with_slot.clear()
@@ -335,7 +335,7 @@ class Quotas:
         self._num_waiting -= 1
         for account in self._accounts(request):
             account.num_waiting -= 1
-            # Whichever request left, the next step admits at most these.
+            # Any of the requests may have left; the next step admits at most those that still wait.
             account.num_with_slot = min(account.num_with_slot, account.num_waiting)
         if len(self._adapters) + len(self._keys) > 2 * self._num_swept:
             self._sweep()
@@ -361,8 +361,8 @@ class Quotas:
         assert self._reserved.keys() == {r.request_id for r in running}, "reservations differ from those that run"
 
     def _has_slot(self, accounts: Sequence[_QuotaAccount]) -> bool:
-        """Return whether the next step may admit one more request: these accounts have none that waited through a
-        step."""
+        """Return whether the next step may admit one more request. It may not if one of these accounts has a request
+        that waited through a step."""
         free = self._request_slots - len(self._reserved) - self._num_waiting
         return free > 0 and all(self._has_own_slot(account) and account.num_queued <= 0 for account in accounts)
 
@@ -378,7 +378,8 @@ class Quotas:
         return more > 0 and self._num_used(account) + more > share
 
     def _num_used(self, account: _QuotaAccount) -> int:
-        """Return how much of an adapter's share is used: by requests that run, and by beams that their groups need."""
+        """Return how much of an adapter's share is used, by running requests and by the beams that their groups still
+        need."""
         return account.num_running + self._beams.num_missing(account.name)
 
     def _relieve(self, account: _QuotaAccount) -> None:
@@ -392,7 +393,7 @@ class Quotas:
         return pages * self._page_bytes <= most
 
     def _pages_of_new_adapter(self, account: _QuotaAccount, request: Request) -> int:
-        """Return the pages of what the request's adapter needs and no running request of this account uses."""
+        """Return the pages that the request's adapter needs beyond those that running requests of this account use."""
         return self._pages_for(term for term in request.terms if term.key not in account.uses)
 
     def _sweep(self) -> None:
@@ -407,7 +408,8 @@ class Quotas:
         return self._memory.kv.pages_for(request.most_tokens)
 
     def _needs_of_group(self, request: Request) -> tuple[int, int]:
-        """Return how many requests run together, one without beam search, and the pages that they may come to hold."""
+        """Return how many requests must run together (1 without beam search), and the pages that they may come to
+        hold."""
         width = 1 if request.message.beams is None else request.message.beams.width
         return width, width * self._pages_reserved_by(request) + self._pages_for(request.terms)
 
@@ -436,7 +438,7 @@ class Quotas:
         return _QuotaAccount(kind, name, limits, self._bucket(limits, share), share)
 
     def _bucket(self, limits: Limits, share: LimitShare) -> TokenBucket | None:
-        """Return a full bucket; an empty one for a share, as other engines may have used the burst."""
+        """Return a full bucket, or an empty one for a share, because other engines may have used the burst."""
         rate = _rate(limits, share)
         if rate is None:
             return None
@@ -452,6 +454,6 @@ class Quotas:
 
 
 def _rate(limits: Limits, share: LimitShare) -> float | None:
-    """Return the tokens that may be computed here in a second; None: any number."""
+    """Return the tokens per second that may be computed here; None: any number."""
     rates = [rate for rate in (limits.tokens_per_s, share.tokens_per_s) if rate is not None]
     return None if limits.tokens_per_s is None else min(rates)

@@ -1,16 +1,16 @@
 """Request queue: which requests run, which wait, and the order in which a step serves them.
 
-The order is the policy's, with one rule on top: a request that could run but had no tokens for `max_wait_steps` steps
-is *starved*. Starved requests take request slots and pages from others, longest wait first, and are then *protected*,
-ahead of all others, until they have `PROTECTED_TOKENS` more tokens: otherwise they could be preempted before the tokens
-were of use. So a request has tokens at the latest
+The order is the policy's, with one additional rule: a request that could run but had no tokens for `max_wait_steps`
+steps is *starved*. Starved requests take request slots and pages from others, longest wait first. They are then
+*protected*, ahead of all others, until they have `PROTECTED_TOKENS` more tokens: otherwise they could be preempted
+before the tokens were of use. So a request gets tokens at the latest
 
     max_wait_steps + n / MAX_CHECKED + P · (1 + k) steps
 
 after its arrival or its last tokens, if n requests are live, k others are starved before it and its adapter is resident
 by then; otherwise n / MAX_CHECKED + P · (1 + k) steps after its adapter is resident. P is the length of protection:
-PROTECTED_TOKENS steps and those in which the longest sequence is computed in chunks. Time during which the limits of
-its own adapter or key hold a request back does not count: within a throttled account the order is the policy's alone.
+PROTECTED_TOKENS steps plus the steps that compute the longest sequence in chunks. Time in which the limits of its own
+adapter or key hold a request back does not count: within a throttled account, only the policy sets the order.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ from lorasrv.scheduler.quotas import Blocker
 from lorasrv.scheduler.waiting_lanes import WaitingLanes
 
 MAX_CHECKED = 64
-"""Most requests that a step checks for starvation, those with the longest waits."""
+"""Most requests that a step checks for starvation; it checks those with the longest waits."""
 MAX_STARVED = 64
-"""Most requests that are starved at a time: they go one after another anyway."""
+"""Most requests that are starved at a time: they are served one after another anyway."""
 PROTECTED_TOKENS = 16
 MIN_SWEEP = 1024
 
@@ -39,7 +39,7 @@ class RequestQueue:
         policy: order of the requests.
         adapters: where each adapter is.
         max_wait_steps: steps without tokens after which a request is starved.
-        find_blocker: which limit forbids that a waiting request runs now; None if none does.
+        find_blocker: returns which limit prevents a waiting request from running now; None if none does.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class RequestQueue:
         self.requests: dict[RequestId, Request] = {}
         self._preempted: dict[RequestId, Request] = {}
         self._starved: dict[RequestId, Request] = {}
-        # Those that are not starved, by the step of their last tokens or an earlier one.
+        # Requests that are not starved, by the step of their last tokens or an earlier one.
         self._by_wait: SortedItems[Request] = SortedItems()
         # Steps in which limits were last seen to hold requests back.
         self._limited: dict[Blocker, int] = {}
-        # Waiting requests that would be starved, but for a load that no preemption makes faster.
-        # By every adapter that they need.
+        # Waiting requests that are not starved only because an adapter is loading, which no preemption makes faster;
+        # under every adapter that they need.
         self._loading: dict[AdapterKey, dict[RequestId, Request]] = {}
         self._num_added = 0
         self._next_sweep = MIN_SWEEP
@@ -123,7 +123,7 @@ class RequestQueue:
             self._leave_batch(request)
 
     def begin_step(self, now_s: float, relieved: Iterable[Blocker]) -> None:
-        """Let the lanes go on that may, and find the starved requests.
+        """Open the lanes that may go on, and find the starved requests.
 
         Args:
             relieved: limits that may allow more than in the last step.
@@ -183,8 +183,8 @@ class RequestQueue:
                 del self._loading[key]
 
     def order(self) -> Generator[Request, None, None]:
-        """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
-        the next is taken."""
+        """Yield every request once, best first. The request yielded last may be admitted, finished or preempted before
+        the next one is taken."""
         first = [r for r in self._running if r.request_id not in self._starved and r.is_protected]
         first += self._starved.values()
         yield from first
@@ -198,7 +198,7 @@ class RequestQueue:
         return self.policy.running(self._running)
 
     def mark_scheduled(self, request: Request) -> None:
-        """Note that a request has tokens in this step. A starved one becomes the most senior: else it would be
+        """Note that a request has tokens in this step. A starved request becomes the most senior; otherwise it would be
         preempted at once."""
         was_starved = self._starved.pop(request.request_id, None) is not None
         if request.is_paused:
@@ -218,7 +218,7 @@ class RequestQueue:
             self.policy.on_paused(request)
 
     def mark_throttled(self, request: Request, blocker: Blocker) -> None:
-        """Note that a request could not run because of its own limits, which is no starvation."""
+        """Note that a request could not run because of its own limits, which is not starvation."""
         self._starved.pop(request.request_id, None)
         if any(request.request_id in self._loading.get(key, ()) for key in request.term_keys):
             self._end_wait_for_load(request)
@@ -228,11 +228,11 @@ class RequestQueue:
         if len(self._limited) > self._next_sweep:
             self._limited = {b: at for b, at in self._limited.items() if self.step - at < self._max_wait_steps}
             self._next_sweep = max(MIN_SWEEP, 2 * len(self._limited))
-        if not blocker.is_of_key:  # else the adapters of the key are throttled alike
+        if not blocker.is_of_key:  # a limit of the key throttles all its adapters
             self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
-        """Return the request to preempt so that running ones can grow; None if all of them are in steps in flight."""
+        """Return the request to preempt so that running ones can grow; None if all are in steps in flight."""
         return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(
             filter(_is_preemptible, self._running)
         )
@@ -277,11 +277,11 @@ class RequestQueue:
         self.policy.on_resumed(request)
 
     def _touch(self, request: Request) -> None:
-        """Note that the wait of a request, which is not starved, begins now."""
+        """Note that the wait of a request begins now; it must not be starved."""
         self._watch(request, self.step)
 
     def _watch(self, request: Request, since: int) -> None:
-        """Check, when the time has come, whether a request that has waited since a step is starved."""
+        """Check later, when it may be starved, a request that has waited since step `since`."""
         request.last_share_step = since
         self._by_wait.add(request, (since, request.number))
 

@@ -30,9 +30,9 @@ from lorasrv.scheduler_output import NO_DRAFTS, ModelRunnerOutput, PageOp, Sched
 from lorasrv.speculation.speculator import Speculator
 
 WARM_GRACE_S = 30.0
-"""An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
+"""Seconds for which an adapter that was warmed, or for which a request was refused, is kept for the next request."""
 RETRY_S = 1.0
-"""Shortest Retry-After of a refused request."""
+"""Shortest Retry-After of a refused request, in seconds."""
 
 
 class Scheduler:
@@ -97,12 +97,12 @@ class Scheduler:
 
     @property
     def num_starved(self) -> int:
-        """Return how often a request has waited so long that it went before all others."""
+        """Return how often a request was starved since the start."""
         return self._queue.num_starved_total
 
     @property
     def min_draft_chance(self) -> float:
-        """Return the chance that a draft token had to exceed in the last step that drafts could be planned for."""
+        """Return the acceptance chance that a draft token had to exceed in the last step with room for drafts."""
         return self._planner.min_draft_chance
 
     @property
@@ -111,17 +111,17 @@ class Scheduler:
         return bool(self._queue.requests)
 
     def requests(self) -> list[Request]:
-        """Return the live requests for reading, the running ones first."""
+        """Return the live requests, the running ones first. Only read them."""
         return [*self._queue.running, *self._queue.waiting.values()]
 
     def leaving(self) -> list[Request]:
-        """Return the requests that have finished and keep their pages until a step in flight is done."""
+        """Return the requests that have finished but keep their pages until a step in flight is done."""
         return list(self._in_flight.finished)
 
     # Requests.
     def add(self, message: EngineCoreRequest) -> None:
-        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold
-        and the request does not wait for it."""
+        """Queue a request that can fit, or refuse it: because of a limit or its deadline, or because its adapter is
+        cold and the request does not wait for it."""
         assert message.request_id not in self._queue.requests, f"request {message.request_id} exists already"
         request = Request(message, arrival_s=self._clock())
         if self._refuse_if_unfit(request):
@@ -140,7 +140,7 @@ class Scheduler:
                 self._wait_or_refuse(request)
 
     def finish(self, request_id: RequestId, status: RequestStatus) -> None:
-        """Finish a request now, aborted or stopped by its text; do nothing if it has finished already."""
+        """Finish a request now that was aborted or found a stop string; do nothing if it has finished already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             self._finish(request, status)
 
@@ -151,8 +151,8 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
     def forget_answers(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        """Drop the past answers of an adapter or under a salt that later ones are drafted from; those of running
-        requests are not kept either."""
+        """Drop the past answers of an adapter, or under a salt, which serve as drafts; do not keep the answers of
+        running requests either."""
         self.speculator.drop(adapter, salt)
         for request in self._queue.requests.values():
             if adapter == request.adapter_key is not None or is_salted(request.message.cache_salt, salt):
@@ -160,7 +160,7 @@ class Scheduler:
                 request.message = replace(request.message, speculation=speculation)
 
     def on_swap_failed(self, request_id: RequestId, step: SchedulerOutput) -> SchedulerOutput:
-        """Note that a request's pages could not be swapped out or in: they are computed again.
+        """Note that a request's pages could not be swapped out or in, and have them computed again.
 
         Returns: the step without this request.
         """
@@ -170,7 +170,7 @@ class Scheduler:
         return replace(step, requests=tuple(s for s in step.requests if s.request_id != request_id))
 
     def on_adapter_copied(self, key: AdapterKey) -> None:
-        """Note that a copy that a step ordered has filled the adapter's pages."""
+        """Note that an ordered copy has filled the adapter's pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.lanes.of_adapter(key):
             is_last = self._adapter_manager.are_resident(request.term_keys)
@@ -191,8 +191,8 @@ class Scheduler:
         not chosen again, and its requests keep their pages even if they finish.
 
         Args:
-            ahead: the next step may be planned while this one is in flight, and compute the tokens that it samples, but
-                not those of answers with drafts: how many these bring is not known.
+            ahead: the next step may be planned while this one is in flight, and compute the tokens that this one
+                samples, except for answers with drafts, whose number of new tokens is not known yet.
         Returns: the step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
@@ -205,7 +205,7 @@ class Scheduler:
             filter(self._queue.lanes.are_held_back, self._adapter_manager.on_host()),
         )
         self._allocator.record_moves()
-        drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
+        drafts = self._planner.plan_drafts(planned)  # drafts take pages last
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
         keys = {key for request in chosen for key in request.term_keys}
@@ -222,7 +222,7 @@ class Scheduler:
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned, has_freed_host=has_given_up),
-            page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
+            page_ops=self._allocator.take_ops(),  # last: an exception after this would lose the operations
             orders=self._adapter_manager.take_orders(),
             snapshots=self._memory.snapshots.take_orders(),
             number=self._num_steps,
@@ -236,9 +236,9 @@ class Scheduler:
         return step
 
     def _begin_step(self) -> None:
-        """Take back what has ended, before a step is planned, and let go on what waited for it."""
+        """Free the resources of whatever has ended, before a step is planned, and unblock the requests that waited."""
         self._allocator.record_moves()  # of a step whose planning failed
-        # First what ends: others wait for what it gives back, and nothing would bring another step for them.
+        # Free first: nothing would trigger another step for the requests that wait for these resources.
         self._adapter_manager.begin_step()
         self._finish_missed()
         self._adapter_manager.cancel_unneeded()
@@ -251,13 +251,13 @@ class Scheduler:
         self.quotas.begin_step()
 
     def take_page_ops(self) -> tuple[PageOp, ...]:
-        """Return the page operations of a step whose planning has failed, in order: the accounts know them as done."""
+        """Return the page operations of a step whose planning has failed, in order. The accounts count them as done."""
         self._allocator.record_moves()
         return self._allocator.take_ops()
 
     def expects_drafts(self) -> bool:
-        """Return whether the step in flight is better collected before the next is planned: drafts that this one then
-        verifies are worth more than planning ahead."""
+        """Return whether to collect the step in flight before the next is planned: the drafts that the next step can
+        then verify are worth more than planning ahead."""
         return self._planner.expects_drafts()
 
     def discard(self, step: SchedulerOutput) -> None:
@@ -273,7 +273,7 @@ class Scheduler:
         self._in_flight.clear()
 
     def resolve(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Return a step in flight with the tokens that were pending; the steps before it are not in flight any more."""
+        """Return a step in flight with its pending tokens filled in; all earlier steps must be collected."""
         pending = [s for s in step.requests if s.is_pending]
         live = [(s, self._queue.requests.get(s.request_id)) for s in pending]
         return step.with_tokens({s.request_id: r.token_ids[s.start] for s, r in live if r is not None})
@@ -288,7 +288,7 @@ class Scheduler:
         for scheduled in step.requests:
             request = self._queue.requests.get(scheduled.request_id)
             if request is None:
-                continue  # it has finished while the step was in flight
+                continue  # the request finished while the step was in flight
             no_token = scheduled.samples and scheduled.request_id not in output.sampled
             if no_token and scheduled.num_guessed_tokens:
                 self._bar_drafts(request)
@@ -354,8 +354,8 @@ class Scheduler:
         self._in_flight.check_integrity(holders)
 
     def _bar_drafts(self, request: Request) -> None:
-        """Leave a request's last token to the next step, without drafts: if those of one are not finite, its keys and
-        values spoil the rows that are computed with it."""
+        """Compute a request's last token in the next step, without drafts: a draft with keys and values that are not
+        finite spoils the rows computed with it."""
         self._allocator.truncate_drafts(request)
         speculation = replace(request.message.speculation, max_draft=0)
         request.message = replace(request.message, speculation=speculation)
@@ -376,7 +376,7 @@ class Scheduler:
 
     def _wake_s(self, planned: StepPlan, *, has_freed_host: bool) -> float | None:
         """Return when the next step is needed even if nothing happens."""
-        # Requests behind those that are refused may be admitted, and loads begin that waited for host memory.
+        # Requests behind the refused ones may be admitted, and loads that waited for host memory may begin.
         has_more = planned.unfit or (has_freed_host and self._queue.lanes.wait_for_host_memory)
         now = self._clock() if has_more else None
         times = (self._deadlines.next_s(), planned.wake_s, now, self._queue.lanes.wake_s(), self._memory.wake_s())
@@ -384,7 +384,7 @@ class Scheduler:
 
     # Refusals.
     def _refuse_if_unfit(self, request: Request) -> bool:
-        """Refuse a new request if it must be; return whether it was."""
+        """Refuse a new request if necessary; return whether it was refused."""
         if (why := self.quotas.why_unfit(request)) is not None:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
@@ -415,17 +415,17 @@ class Scheduler:
 
     # Adapters.
     def _find_adapter(self, request: Request) -> None:
-        """Note where a new request finds its adapter; continue on the base model if it asks for that."""
+        """Note where a new request finds its adapter; continue with the base model if the request asks for that."""
         message = request.message
         request.tier = slowest(map(self._adapter_manager.tier, request.term_keys))
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
-            request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
+            request.tier = AdapterTier.DISK  # the request's own prefetch has read it into host memory
         if request.tier is not AdapterTier.RESIDENT and message.on_cold is OnCold.FALLBACK_BASE:
             self._load_for_later(request)
             request.fall_back()
 
     def _wait_or_refuse(self, request: Request) -> None:
-        """Let a request wait for its adapter, or refuse it if it asks for that."""
+        """Let a request wait for its adapter, or refuse it if the request asks for that."""
         if request.message.on_cold is OnCold.WAIT:
             self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
             return
@@ -443,7 +443,7 @@ class Scheduler:
             self._adapter_manager.reserve(term.key, term.layout, self._clock() + WARM_GRACE_S)
 
     def _find_blocker(self, request: Request) -> Blocker | None:
-        """Return what forbids that a waiting request runs, other than slots and pages."""
+        """Return what prevents a waiting request from running, other than slots and pages."""
         if self._beams.must_wait(request, self.quotas.allow_together):
             return BEAMS
         found = self.quotas.blocker(request)
@@ -480,7 +480,7 @@ class Scheduler:
             self._finish(request, status, new_tokens, logprobs[:num_new])
 
     def _end_prompt(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Finish a request of which only the prompt is wanted: the token behind it was sampled, but nobody sees it."""
+        """Finish a request that needs only its prompt computed; the token sampled after the prompt is not shown."""
         self._count_computed(request, scheduled, 0)
         self._allocator.settle(request)
         self._finish(request, RequestStatus.FINISHED_LENGTH)
@@ -515,7 +515,7 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         if request.status.is_finished:
-            return  # it has finished with another beam of its group
+            return  # finished already with another beam of its group
         if request.request_id in self._queue.requests:
             self._release(request)
         self._set_status(request, status)
@@ -527,14 +527,14 @@ class Scheduler:
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
         self.speculator.forget(request)
-        # `Deadlines`, among others, keeps the request for a while: not its grammar, nor its adapter in the store.
+        # `Deadlines` and others keep the request for a while: release its grammar and its hold on the adapter now.
         request.constraint_state = None
         request.message = replace(request.message, hold=None, constraint=None)
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
-        """Change a request's status and tell every account of it; no status changes elsewhere.
+        """Change a request's status and tell every account of it; only this method changes a status.
 
-        The caller takes pages and pins before a request runs and gives them back before it stops.
+        The caller takes pages and pins before a request runs and frees them before it stops.
         """
         was, request.status, request.told = request.status, status, None
         self._num_waiting_for_adapter += (status is RequestStatus.WAITING_FOR_ADAPTER) - (
@@ -575,7 +575,7 @@ class Scheduler:
                 self.predictor.on_finished(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
 
     def _release(self, request: Request) -> None:
-        """Give back what a live request holds."""
+        """Release everything that a live request holds."""
         if request.num_in_flight_tokens:
             self._in_flight.keep(request)
         elif request.status is RequestStatus.RUNNING:

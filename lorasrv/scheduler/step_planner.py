@@ -1,14 +1,15 @@
 """Step planner: which requests get how many tokens in the next step, and the pages for them.
 
-There is no prefill and no decode phase: `num_computed_tokens` chases `num_tokens` under a budget (`TokenBudget`), so a
-long prompt is computed in chunks beside the single tokens of running requests (the insight of vLLM's v1 scheduler).
+There is no prefill and no decode phase: `num_computed_tokens` catches up with `num_tokens` under a budget
+(`TokenBudget`), so a long prompt is computed in chunks beside the single tokens of running requests (the insight of
+vLLM's v1 scheduler).
 
 Running and waiting requests are visited in the order of `RequestQueue`. A request whose adapter is not resident is
 `WAITING_FOR_ADAPTER`: `AdapterManager` loads it meanwhile, and no other request waits for it. A request is admitted if
 its adapter is resident, its limits allow it, and the pages suffice for what the batch is predicted to grow to. The
-first one that lacks only pages blocks later ones, which would take more of them; their adapters are still prefetched,
-into pages that no request needs. When pages run out all the same, `Evictor` evicts, and at last a running request is
-preempted: it is swapped to host memory or computed again, whichever costs less.
+first request that lacks only pages blocks later ones, which would take pages from it; their adapters are still
+prefetched, into pages that no request needs. When pages run out nevertheless, `Evictor` evicts, and as a last resort a
+running request is preempted: it is swapped to host memory or computed again, whichever costs less.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -45,8 +46,8 @@ from lorasrv.speculation.speculator import Speculator
 MAX_LOOK_AHEAD = 32
 """Most requests behind a blocked one whose adapters are considered for prefetching."""
 MAX_PASSED = 32
-"""Most requests that a step passes because of limits, adapters or first choices; it does not see them again until that
-has changed."""
+"""Most requests that a step skips because of limits, adapters or first choices; later steps ignore them until that
+changes."""
 PROPOSING_SHARE = 0.01
 """Share of a step's time that may be spent on looking for drafts."""
 LONG_PROMPT_SHARE = 2
@@ -58,30 +59,30 @@ class _PlanState:
     """Hold the state of one pass over the queue."""
 
     budget: TokenBudget
-    # A request could run but for a slot, or for `keep_free` pages.
+    # Whether a request that could run lacks a slot, or `keep_free` pages.
     blocked: bool = False
     keep_free: int = 0
     # Adapters of requests that were passed without being admitted.
     ahead: set[AdapterKey] = field(default_factory=set)
-    # No request further back can be admitted or prefetched.
+    # Whether no request further back can be admitted or prefetched.
     is_over: bool = False
     # Requests visited since one was blocked.
     num_behind: int = 0
     # Requests that were visited and neither admitted nor blocked by pages or slots.
     num_passed: int = 0
     has_preempted: bool = False
-    # When the first throttled request may go on.
+    # When the first throttled request may continue.
     wake_s: float | None = None
-    # Requests whose limits forbid that they ever run, and why.
+    # Requests that can never run because of limits, and why.
     unfit: list[tuple[Request, str]] = field(default_factory=list)
 
 
 class _WantedDrafts(NamedTuple):
-    """Hold what is worth verifying of an answer in a step, and worth drafting for the next one."""
+    """Hold the drafts of an answer that are worth verifying in a step, or worth drafting for the next one."""
 
     request: Request
     proposal: Proposal
-    # The model that is asked, and for how many tokens.
+    # The draft model that runs, and for how many tokens.
     model: str
     num_asked: int
     probes: ProbeTree
@@ -95,9 +96,9 @@ class StepPlan:
     # Pages that the first blocked request waits for.
     keep_free: int
     has_preempted: bool
-    # When a throttled request may go on; None if none is throttled by a rate.
+    # When a throttled request may continue; None if none is throttled by a rate.
     wake_s: float | None
-    # Requests whose limits forbid that they ever run, and why.
+    # Requests that can never run because of limits, and why.
     unfit: tuple[tuple[Request, str], ...]
 
 
@@ -131,9 +132,9 @@ class StepPlanner:
         self._beams = beams
         self._speculator = speculator
         self._set_status = set_status
-        # A sum whose adapters were loaded for it.
+        # Request on a sum whose adapters are being loaded for it.
         self._assembling: Request | None = None
-        # A draft token of any answer had to exceed it in the newest step that had room for drafts.
+        # Acceptance chance that a draft token had to exceed in the newest step that had room for drafts.
         self.min_draft_chance = 0.0
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
 
@@ -153,7 +154,7 @@ class StepPlanner:
                 if state.is_over:
                     break
         for request in self._queue.running_in_order() if unseen else ():
-            # One of them may have been preempted for another meanwhile.
+            # A request may have been preempted for another one in this loop.
             if request.request_id in unseen and request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, state)
         self._distribute_rest(state)
@@ -181,12 +182,12 @@ class StepPlanner:
         )
 
     def plan_drafts(self, planned: StepPlan) -> dict[RequestId, PlannedDrafts]:
-        """Propose draft tokens for the answers in a planned step, as many as make it yield more tokens in a second,
-        within the tokens, logit rows and free pages that it leaves; and ask for drafts for the next step. No page is
-        evicted and no request preempted or delayed for a draft.
+        """Propose draft tokens for the answers in a planned step, as many as raise its tokens per second, within the
+        tokens, logit rows and free pages that the step leaves. Request drafts for the next step as well. No page is
+        evicted, and no request is preempted or delayed, for a draft.
 
         Returns:
-            Drafts by request, for which pages are taken.
+            Drafts by request; their pages are taken.
         """
         if planned.has_preempted:
             return {}
@@ -211,8 +212,8 @@ class StepPlanner:
         return drafts
 
     def expects_drafts(self) -> bool:
-        """Return whether the next step is expected to verify drafts, or to ask for some, if the step in flight is
-        collected before it is planned; that it then begins later counts as a cost."""
+        """Return whether the next step should verify drafts, or request some, if the step in flight is collected before
+        it is planned. The later start of that step counts as a cost."""
         if not self._speculator.is_active:
             return False
         budget = self._budget()
@@ -222,8 +223,8 @@ class StepPlanner:
         return bool(self._wanted_drafts(self._queue.running, budget))
 
     def _wanted_drafts(self, requests: Sequence[Request], budget: TokenBudget) -> list[_WantedDrafts]:
-        """Return what is worth drafting for some of the requests that a budget has given their tokens, but for the
-        pages; of a request with a pending token what is expected to be worth it once that is known."""
+        """Return the drafts that are worth their cost, regardless of pages, for requests that have their tokens from a
+        budget. For a request with a pending token this is an estimate."""
         room = budget.num_draft_tokens
         if not self._speculator.is_active or room <= 0:
             return []
@@ -249,8 +250,8 @@ class StepPlanner:
         return [row for row in found if row.proposal.token_ids or row.num_asked or row.probes.token_ids]
 
     def _plain_step(self, counts: Mapping[RequestId, int]) -> PlainStep:
-        """Return what a step of `counts` tokens yields and costs without drafts. The first draft costs also the time
-        for which the device waits because the next step is not planned ahead."""
+        """Return what a step of `counts` tokens yields and costs without drafts. The cost of the first draft includes
+        the time for which the device waits because the next step is not planned ahead."""
         costs, chosen = self._memory.costs, [r for r in self._queue.running if r.request_id in counts]
         shape = planned_shape(chosen, counts)
         num_sampled = sum(r.num_scheduled_tokens + counts[r.request_id] == r.num_expected_tokens for r in chosen)
@@ -258,8 +259,8 @@ class StepPlanner:
         return PlainStep(num_sampled, costs.step.seconds(shape), second_s + costs.lead.seconds)
 
     def _max_drafts(self, request: Request, budget: TokenBudget) -> int:
-        """Return the most draft tokens of a request. The last token of an answer needs none: it comes with the one
-        before it."""
+        """Return the most draft tokens of a request. The last token of an answer needs no draft: verifying the one
+        before it yields it."""
         if request.request_id not in budget.counts or not is_decoding(request) or request.message.beams is not None:
             return 0
         left = request.message.max_tokens - request.num_generated_tokens - request.num_pending_tokens
@@ -297,13 +298,13 @@ class StepPlanner:
         return EvictionLevel.ADMIT if self._queue.starved and len(self._queue.running) > 1 else EvictionLevel.RUNNING
 
     def _adapters_ahead(self) -> set[AdapterKey]:
-        """Return the adapters of waiting requests that count as ahead: preempted and starved ones."""
+        """Return the adapters of the waiting requests that count as ahead, which are the preempted and the starved."""
         ahead = (*self._queue.preempted.values(), *self._queue.starved.values())
         return {key for request in ahead for key in request.term_keys} | self._assembled()
 
     def _assembled(self) -> Set[AdapterKey]:
-        """Return the terms of the sum that is being loaded, while some are on their way. They stay in the pool
-        meanwhile: otherwise two waiting sums could evict each other's terms for ever."""
+        """Return the terms of the sum that is being loaded, until all are loaded. They stay in the pool so long:
+        otherwise two waiting sums could evict each other's terms for ever."""
         request = self._assembling
         if request is None or request.request_id not in self._queue.waiting:
             return frozenset()
@@ -314,18 +315,18 @@ class StepPlanner:
         return frozenset(request.term_keys) if is_coming else frozenset()
 
     def preempt(self, request: Request) -> None:
-        """Preempt a running request: take back everything but its tokens."""
+        """Preempt a running request: free everything but its tokens."""
         self._allocator.preempt(request)
         self._set_status(request, RequestStatus.PREEMPTED)
 
     def _preempt(self, request: Request, state: _PlanState) -> None:
         self.preempt(request)
         state.budget.give_back(request)
-        # A request admitted now would take the pages that were just freed.
+        # A request admitted now would take the pages just freed.
         state.has_preempted = state.is_over = True
 
     def _distribute_rest(self, state: _PlanState) -> None:
-        """Give what is left of the chunk to the prompts that left it to others."""
+        """Give the rest of the chunk to the prompts that were cut in favour of others."""
         for request in self._queue.running:
             if request.request_id in state.budget.cut and state.budget.counts.get(request.request_id):
                 state.budget.take_more(request)
@@ -352,8 +353,8 @@ class StepPlanner:
             state.is_over = True
 
     def _is_blocked(self, request: Request, state: _PlanState) -> bool:
-        """Return whether something other than pages, slots and its adapter forbids that a request runs. Steps do not
-        come back to its lane until that has changed."""
+        """Return whether something other than pages, slots and its adapter prevents a request from running. Steps skip
+        its lane until that changes."""
         if self._beams.must_wait(request, self._quotas.allow_together):
             self._beams.hold_back(request)
             if not self._beams.is_of_running_group(request):
@@ -369,7 +370,7 @@ class StepPlanner:
         return True
 
     def _count_passed(self, state: _PlanState) -> None:
-        """Count a request that was not admitted; stop at a point, to go on in the next step."""
+        """Count a request that was not admitted; after too many, end the pass until the next step."""
         state.num_passed += 1
         if state.num_passed >= MAX_PASSED and not state.blocked:
             state.is_over, state.wake_s = True, 0.0
@@ -389,12 +390,12 @@ class StepPlanner:
             self._block(request, state)
 
     def _block(self, request: Request, state: _PlanState) -> None:
-        """Note the first request that lacks pages: no request further back takes the pages that it waits for."""
+        """Note the first request that lacks pages: requests further back may not take the pages that it waits for."""
         if not state.blocked:
             state.blocked, state.keep_free = True, self._pages_to_start(request) + self._pages_to_come(request)
 
     def _throttle(self, request: Request, limit: Blocker, until_s: float | None, state: _PlanState) -> None:
-        """Note that a limit forbids that a waiting request runs, now or ever."""
+        """Note that a limit prevents a waiting request from running, now or ever."""
         self._queue.mark_throttled(request, limit)
         if (why := self._quotas.why_unfit(request)) is not None:
             state.unfit.append((request, why))
@@ -431,8 +432,8 @@ class StepPlanner:
     def _select_victim_for(self, request: Request) -> Request | None:
         """Return the request to preempt so that another one, or its adapter, has room; None if there is none.
 
-        If no running request has anything to compute, it is any of them: beams that wait for one another run, and need
-        no pages until all are ready, and what waits in front of one may leave too few for it.
+        If no running request has anything to compute, any of them may be preempted. These are beams that wait for one
+        another: they need no pages until all are ready, but a request waiting ahead of one may leave it too few pages.
         """
         victim = self._queue.select_victim_below(request)
         if victim is None and not any(map(num_uncomputed_tokens, self._queue.running)):
@@ -448,7 +449,7 @@ class StepPlanner:
         return self._kv.pages_for(min(request.num_tokens, request.most_tokens))
 
     def _pages_to_come(self, request: Request) -> int:
-        """Return the pages of what the request's adapter needs and has no pages yet."""
+        """Return the number of pages that the request's adapter still needs."""
         return sum(self._adapters.pages_for(term.layout) for term in request.terms if term.key not in self._adapters)
 
     def _prefetch(self, request: Request, state: _PlanState) -> bool:
@@ -465,8 +466,8 @@ class StepPlanner:
         return True
 
     def _begin_anew(self, request: Request, state: _PlanState) -> None:
-        """Evict the terms of a sum that are in the pool, if nothing else can be moved: they may lie so that no run is
-        long enough for the next one. In an empty pool all have room."""
+        """Evict the terms of a sum that are in the pool, if nothing else can be moved: they may be placed so that no
+        run is long enough for the next term. All fit into an empty pool."""
         is_alone = not (state.blocked or self._queue.running or self._adapter_manager.num_copying)
         if is_alone and len(request.terms) > 1:
             for key in filter(self._adapters.is_evictable, request.term_keys):
@@ -474,7 +475,8 @@ class StepPlanner:
                 state.wake_s = 0.0
 
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
-        """Load what is missing; return False if something has no room. What is in the pool already stays for it."""
+        """Load the missing adapters; return False if one has no room. Those in the pool already are not evicted for
+        it."""
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
         spared = Spared(state.ahead, self._assembled() | frozenset(request.term_keys))
         are_loading = [self._memory.load_adapter(term.key, term.layout, pages, level, spared) for term in request.terms]
@@ -484,8 +486,8 @@ class StepPlanner:
         return all(are_loading)
 
     def _reload_own_adapter(self, request: Request, state: _PlanState) -> None:
-        """Evict and reload the request's own adapter if nothing else is left to free: placed in pieces it may hold
-        more pages than its size, and in one run it may fit."""
+        """Evict and reload the request's own adapter if nothing else is left to free. Placed in pieces, it may hold
+        more pages than its size; in one run it may fit."""
         is_alone = not (self._queue.running or self._adapter_manager.num_copying)
         if request.terms and is_alone and all(map(self._adapters.is_evictable, request.term_keys)):
             for key in request.term_keys:
@@ -502,7 +504,7 @@ class StepPlanner:
         return parent if parent.adapter_key == request.adapter_key else None
 
     def _waits_for_parent(self, request: Request) -> bool:
-        """Return whether the first choice is still to compute the prompt that the further ones share."""
+        """Return whether the first choice has not yet computed the prompt that further choices share."""
         parent = self._parent(request)
         if parent is None:
             return False

@@ -19,7 +19,7 @@ class StepsInFlight:
 
     def __init__(self, free: Callable[[Request], None]) -> None:
         self._free = free
-        # By the number of a step.
+        # By step number.
         self._steps: dict[int, Sequence[FlightTokens]] = {}
         self._finished: dict[RequestId, Request] = {}
 

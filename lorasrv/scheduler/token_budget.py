@@ -1,8 +1,8 @@
-"""Token budget: how many tokens a step may still compute, and of which requests.
+"""Token budget: how many tokens a step may still compute, and for which requests.
 
-Running answers take one token each, whatever else there is; prompts share the rest, at most one chunk a step. A chunk
-is as long as the target for the time between tokens allows, by the learned cost of a step (SplitFuse, Holmes et al.
-2024, with the size learned instead of set). Without a running answer to delay, the chunk is the whole budget.
+Running answers always take one token each; prompts share the rest, at most one chunk per step. A chunk is as long as
+the target for the time between tokens allows, given the learned cost of a step (SplitFuse, Holmes et al. 2024, with a
+learned size instead of a fixed one). If no running answer can be delayed, the chunk is the whole budget.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +13,10 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 
 MIN_CHUNK = 16
-"""Prompt tokens that every step may have: else a target that is never met would stop prompts for ever."""
+"""Prompt tokens that every step may have; otherwise a target that is never met would stop prompts for ever."""
 MAX_PROMPT_ROWS = 128
-"""Most prompt rows whose logits a step computes, for requests with `prompt_logprobs`: a row takes 4 bytes for each
-token of the vocabulary."""
+"""Most prompt rows whose logits a step computes, for requests with `prompt_logprobs`. A row takes 4 bytes per token of
+the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -29,17 +29,17 @@ class TokenBudget:
     request_slots: int
     # Tokens left for prompts.
     chunk: int
-    # Decoding requests that are still to get their token.
+    # Decoding requests that have not got their token yet.
     reserved: set[RequestId]
     # Tokens given so far.
     counts: dict[RequestId, int] = field(default_factory=dict)
-    # Requests whose prompts got less than all.
+    # Requests whose prompts got only a part of their tokens.
     cut: set[RequestId] = field(default_factory=set)
     # Prompt rows that may still have logits.
     prompt_rows: int = MAX_PROMPT_ROWS
     # Logit rows of the whole step.
     logit_rows: int = 0
-    # Part of the chunk that is beyond the target.
+    # Tokens of the chunk beyond the target.
     late_tokens: int = 0
 
     @classmethod
@@ -58,8 +58,8 @@ class TokenBudget:
         Args:
             running: running requests, by seniority.
             target_s: target for the time between tokens; None sets no target.
-            ratio: the target as a multiple of the time without prompts, if that is less.
-            slots_ahead: request slots that others than the running requests may take first.
+            ratio: the target as a multiple of the time without prompts; the smaller target counts.
+            slots_ahead: request slots that requests other than the running ones may take first.
         """
         answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - slots_ahead)]
         chunk, num_late = max_tokens - len(answering), 0
@@ -86,12 +86,12 @@ class TokenBudget:
         return self._is_decoding(request) or self._most_of_prompt(request) > 0
 
     def lacks_rows(self, request: Request) -> bool:
-        """Return whether the request lacks prompt rows only; requests behind it need not wait for these."""
+        """Return whether the request lacks nothing but prompt rows; later requests need not wait for these."""
         return not self.prompt_rows and request.num_reusable_tokens < request.num_tokens
 
     def take(self, request: Request, share: int = 1) -> None:
-        """Give a request its tokens; of a prompt that is longer than the chunk at most one `share`th of what is left of
-        it."""
+        """Give a request its tokens. A prompt that is longer than the chunk gets at most one `share`th of what is left
+        of the chunk."""
         if self._is_decoding(request):
             self.reserved.discard(request.request_id)
             count = min(1, self.tokens)
@@ -108,7 +108,7 @@ class TokenBudget:
         self.counts[request.request_id] = count
 
     def take_more(self, request: Request) -> None:
-        """Give a request that has its slot what is left of the chunk."""
+        """Give the rest of the chunk to a request that has its slot."""
         had = self.counts[request.request_id]
         more = min(num_unscheduled_tokens(request) - had, self.chunk, self.tokens - len(self.reserved))
         if more <= 0:
@@ -126,7 +126,7 @@ class TokenBudget:
         if count:
             self.tokens += count
             self.request_slots += 1
-            # Its prompt rows stay spent in this step: which they were is not known any more.
+            # Its prompt rows stay used in this step: their number is no longer known.
 
     def _is_decoding(self, request: Request) -> bool:
         return request.request_id in self.reserved or is_decoding(request)
@@ -136,7 +136,7 @@ class TokenBudget:
         return self._with_rows(request, count, self.prompt_rows)
 
     def _with_rows(self, request: Request, count: int, left: int) -> int:
-        """Return at most `count` tokens, so few that their prompt rows do not exceed `left`."""
+        """Return the most tokens, up to `count`, whose prompt rows do not exceed `left`."""
         rows = _prompt_rows(request, count)
         return count if len(rows) <= left else rows.start + left - request.num_scheduled_tokens
 
@@ -152,8 +152,8 @@ def num_uncomputed_tokens(request: Request) -> int:
 
 
 def num_unscheduled_tokens(request: Request) -> int:
-    """Return the number of known and pending tokens that are neither computed nor in a step in flight, up to where the
-    request's policy selects pages."""
+    """Return the number of known and pending tokens that are neither computed nor in a step in flight, up to the next
+    token at which the request's policy selects pages."""
     known = len(request.token_ids) + request.num_pending_tokens
     if request.message.kv_policy is not None:
         known = min(known, request.next_check)

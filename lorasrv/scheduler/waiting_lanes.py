@@ -1,16 +1,16 @@
-"""Waiting lanes: which waiting requests a step looks at, in the order of the policy.
+"""Waiting lanes: which waiting requests a step checks, in the order of the policy.
 
-The order is kept while requests come and go instead of being computed in every step, and a lane whose first request
-cannot run for a reason that outlasts the step is *blocked*: no step looks at it until the reason has gone. So the work
-of a step does not depend on how many requests wait. The reasons are
+The order is maintained while requests come and go, not computed in every step. A lane whose first request cannot run
+for a reason that outlasts the step is *blocked*: no step checks it until the reason is gone. So the work of a step does
+not depend on how many requests wait. The reasons are
 
 - its adapter is being loaded or copied, or waits for host memory before it can be loaded;
 - the snapshot that it begins with is being restored;
 - a limit of its adapter or key, until a request of that account leaves the batch or the rate allows more;
 - the first choice of its prompt is not computed, another group of beams runs, or the step has no prompt rows left.
 
-A limit on a key's running requests or rate blocks all lanes of the key at once. Where one event concerns many lanes, at
-most `MAX_MOVED` of them follow in a step.
+A limit on a key's running requests or rate blocks all lanes of the key at once. If one event affects many lanes, at
+most `MAX_MOVED` of them are updated per step.
 """
 
 import heapq
@@ -33,7 +33,7 @@ PROMPT_ROWS = Blocker("prompt rows", "")
 MAX_MOVED = 64
 """Most lanes that change their place at the beginning of a step."""
 MAX_WOKEN = 16
-"""Most lanes of one blocker that are tried again in a step: as a rule the first of them blocks the others again."""
+"""Most lanes of one blocker that are tried again in a step: usually the first of them blocks the others again."""
 MAX_LOADS = PARALLEL_LOADS
 """Most loads that begin in a step."""
 
@@ -49,11 +49,11 @@ class _KeyLanes:
 
 
 class LaneOrder:
-    """Sort keys by their best lane, and the lanes of each key. A rank that has grown while its lane waits is computed
-    anew when the lane comes up.
+    """Sort API keys by their best lane, and the lanes of each key. A rank that has grown while its lane waits is
+    updated when the lane comes up.
 
     Args:
-        blocker: what the lanes wait for; None if a step looks at them.
+        blocker: what the lanes wait for; None if steps check them.
     """
 
     def __init__(self, policy: Policy, blocker: Blocker | None = None) -> None:
@@ -67,7 +67,7 @@ class LaneOrder:
         return (lane for key in self._keys.values() for lane in key.lanes)
 
     def add(self, lane: Lane, *, is_cold: bool = False) -> _KeyLanes:
-        """Add a lane; return where it is.
+        """Add a lane; return the lanes of its key.
 
         Args:
             is_cold: whether a step is to load or place its adapter.
@@ -89,7 +89,7 @@ class LaneOrder:
         self._sort(key)
 
     def update(self, lane: Lane) -> None:
-        """Sort a lane anew whose first request is another one now."""
+        """Sort a lane again whose first request has changed."""
         key = self._keys[lane.name.principal]
         key.lanes.add(lane, self._policy.lane_rank(lane))
         self._sort(key)
@@ -110,7 +110,7 @@ class LaneOrder:
         return None
 
     def move_key(self, name: str, target: "LaneOrder") -> None:
-        """Move all lanes of a key to an order that has none of it."""
+        """Move all lanes of a key to an order that has no lanes of this key."""
         assert name not in target._keys, f"lanes of key {name} are in two places"
         key = self._keys.pop(name, None)
         if key is None:
@@ -151,11 +151,11 @@ class WaitingLanes:
         self._of_adapter: defaultdict[AdapterKey, dict[Lane, None]] = defaultdict(dict)
         self._open = LaneOrder(policy)
         self._blocked: dict[Blocker, LaneOrder] = {}
-        # Where each lane is, but those that a step is looking at.
+        # Where each lane is, except those that a step is checking.
         self._homes: dict[Lane, _KeyLanes] = {}
         # Lanes that were opened to be loaded.
         self._tried: list[Lane] = []
-        # Lanes whose adapter has changed its state, and blockers that may let lanes go on.
+        # Lanes whose adapter has changed its state, and blockers that may release lanes.
         self._moved: dict[Lane, None] = {}
         self._relieved: dict[Blocker, None] = {}
         self._wake_times: list[tuple[float, Blocker]] = []
@@ -165,12 +165,12 @@ class WaitingLanes:
 
     @property
     def has_ready(self) -> bool:
-        """Return whether a lane is open whose adapter is resident."""
+        """Return whether any open lane has a resident adapter."""
         return self._open.num_lanes > self._open.num_cold
 
     @property
     def has_cold(self) -> bool:
-        """Return whether a lane is open whose adapter is to be loaded or placed."""
+        """Return whether any open lane has an adapter that is to be loaded or placed."""
         return self._open.num_cold > 0
 
     @property
@@ -179,12 +179,12 @@ class WaitingLanes:
         return HOST_MEMORY in self._blocked
 
     def are_held_back(self, key: AdapterKey) -> bool:
-        """Return whether requests wait for an adapter, and all of them for something else first."""
+        """Return whether requests wait for an adapter, but all of them are blocked by something else first."""
         blockers = [self._homes[lane].order.blocker for lane in self._of_adapter.get(key, ())]
         return bool(blockers) and not any(blocker is None or blocker.is_of_adapter for blocker in blockers)
 
     def wake_s(self) -> float | None:
-        """Return when a step has lanes to look at without an event; None if no time is known."""
+        """Return when a step has lanes to check even without an event; None if no time is known."""
         if self._relieved or self._moved:
             return 0.0
         while self._wake_times and self._wake_times[0][1] not in self._blocked:
@@ -211,7 +211,7 @@ class WaitingLanes:
             home.order.update(lane)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that waits no more."""
+        """Remove a request that no longer waits."""
         lane = self._lanes[LaneName.of(request)]
         was_first = lane.first is request
         if was_first and len(lane.requests) == 1:
@@ -222,9 +222,10 @@ class WaitingLanes:
             home.order.update(lane)
 
     def walk(self) -> Iterator[Request]:
-        """Yield the first request of every open lane, best first; after one that was admitted, its lane's next.
+        """Yield the first request of every open lane, best first. After an admitted request, its lane's next one
+        follows.
 
-        The lanes that were passed are filed anew at the end, by what has become of their adapters.
+        At the end, the skipped lanes are filed again by the current state of their adapters.
         """
         passed: list[Lane] = []
         try:
@@ -261,7 +262,7 @@ class WaitingLanes:
             heapq.heappush(self._wake_times, (until_s, blocker))
 
     def relieve(self, blocker: Blocker) -> None:
-        """Note that a blocker may let lanes go on."""
+        """Note that a blocker may release lanes."""
         if blocker in self._blocked:
             self._relieved[blocker] = None
 
@@ -291,7 +292,7 @@ class WaitingLanes:
         """Compare the lanes with the waiting requests.
 
         Raises:
-            AssertionError: they differ, or a lane is in no place or in two.
+            AssertionError: they differ, or a lane is in no order or in two.
         """
         assert set(self) == set(waiting), "the lanes differ from the waiting requests"
         orders = (self._open, *self._blocked.values())
@@ -306,13 +307,13 @@ class WaitingLanes:
         assert by_adapter == {(key, lane) for lane in places for key in lane.term_keys}, "an adapter's lanes differ"
 
     def _order(self, blocker: Blocker) -> LaneOrder:
-        """Return the lanes that a blocker blocks, to add one."""
+        """Return the lanes that a blocker blocks, as a new order if there are none."""
         if blocker not in self._blocked:
             self._blocked[blocker] = LaneOrder(self._policy, blocker)
         return self._blocked[blocker]
 
     def _file(self, lane: Lane) -> None:
-        """Put a lane where its key's limits and its adapter's state say."""
+        """Put a lane into the order that its key's limits and its adapter's state require."""
         of_key = Blocker.of_key(lane.name.principal)
         blocker = of_key if of_key in self._blocked else self._adapter_blocker(lane)
         if blocker is None:
@@ -333,7 +334,7 @@ class WaitingLanes:
         self._homes[lane] = self._open.add(lane, is_cold=is_cold)
 
     def _unblock(self, blocker: Blocker, most: int) -> int:
-        """Let at most `most` lanes of a relieved blocker go on, the best first, or all of a key; return how many moved.
+        """Release at most `most` lanes of a relieved blocker, best first, or all lanes of a key; return how many moved.
         The blocker stays relieved while it has lanes."""
         order = self._blocked.get(blocker)
         if order is None or blocker.is_of_key:
@@ -353,8 +354,8 @@ class WaitingLanes:
         return len(lanes)
 
     def _try_loads(self) -> None:
-        """Open the best of the lanes that wait for host memory, as far as there may be some."""
-        for lane in self._tried:  # those that no step came to: others may be better now
+        """Open the best of the lanes that wait for host memory, as far as there may be enough for them."""
+        for lane in self._tried:  # lanes that no step reached: others may be better now
             home = self._homes.get(lane)
             if home is not None and home.order is self._open and self._is_on_disk(lane):
                 self._take_out(lane)
@@ -384,12 +385,12 @@ class WaitingLanes:
         return self._adapter_blocker(lane) is HOST_MEMORY
 
     def _bytes_on_disk(self, request: Request) -> int:
-        """Return the bytes of what is to be loaded for a request."""
+        """Return the bytes that must be read from disk for a request."""
         on_disk = (t for t in request.terms if self._adapters.state(t.key) is AdapterState.ON_DISK)
         return sum(term.layout.nbytes for term in on_disk)
 
     def _take_out(self, lane: Lane) -> None:
-        """Take a lane from where it is, unless a step is looking at it."""
+        """Remove a lane from its order, unless a step is checking it."""
         home = self._homes.pop(lane, None)
         if home is None:
             return

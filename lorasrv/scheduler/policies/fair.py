@@ -1,21 +1,22 @@
-"""Fair sharing of keys, and within a key of its adapters, by virtual token counters (VTC, Sheng et al., OSDI 2024).
+"""Fair sharing between API keys, and within a key between its adapters, by virtual token counters (VTC, Sheng et al.,
+OSDI 2024).
 
-Each account counts the service of its requests over its weight; the one with the least goes first. An account that
-returns after a pause is lifted to the least service of those that wait, so no credit is saved up. For two accounts of a
-key that both have waiting requests all the time, and likewise two keys, the weighted services differ by at most
+Each account counts the service of its requests, divided by its weight; the account with the least goes first. An
+account that returns after a pause is lifted to the least service of the waiting accounts, so no credit is saved up. For
+two keys, or two accounts of one key, that always have waiting requests, the weighted services differ by at most
 
     2 · max(Wp · longest prompt, Wq · M) / smallest weight + SHARING_TOKENS
 
-with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is added
-here).
+where M is the most tokens that one account's running requests can still generate (theorem 4.4 of the paper; the last
+term is added here).
 
-Admission in this order alone would be slow to be fair: an answer keeps its request slot to its end. So an account below
-its share of the slots takes one from an account above its share that has had hardly less service: a running request
-there is paused, and keeps its pages. Paused requests go on in the order of service as soon as a slot is free. A request
-that takes a slot pauses one other at most, and accounts at their share pause nothing.
+Admission in this order alone would become fair only slowly, because an answer keeps its request slot to its end. So an
+account below its share of the slots takes one from an account that is above its share and has hardly less service: a
+running request of that account is paused, and keeps its pages. Paused requests continue in the order of service as soon
+as a slot is free. A request that takes a slot pauses at most one other, and accounts at their share pause none.
 
-A step that serves fewer distinct adapters is shorter. Where the gap between two accounts is worth less than that, the
-account whose adapter is in the batch already goes first.
+A step with fewer distinct adapters is shorter. If this gain exceeds the gap between two accounts, the account whose
+adapter is already in the batch goes first.
 """
 
 import heapq
@@ -36,9 +37,9 @@ from lorasrv.scheduler.quotas import Quotas
 PROMPT_WEIGHT = 1.0
 ANSWER_WEIGHT = 2.0
 SHARING_TOKENS = 256.0
-"""Largest gap in service that is accepted to share an adapter, or for a slot that is an account's share."""
+"""Largest gap in service that is accepted for sharing an adapter, or when an account takes a slot of its share."""
 RESUMED_TOKENS = 16
-"""A request that has generated fewer tokens since a pause is paused again only if no other can be."""
+"""A request that has generated fewer tokens than this since a pause is paused again only if no other can be."""
 MAX_COMPARED = 8
 MIN_SWEEP = 1024
 
@@ -54,14 +55,14 @@ class _FairAccount:
     # Running requests without a slot.
     num_paused: int = 0
     num_waiting: int = 0
-    # Its part in the sum of weights of all accounts with requests; 0 without any.
+    # Its summand in the total weight of the accounts with requests; 0 without requests.
     weight: float = 0.0
     # Whether its limits forbade admission at the last attempt.
     is_throttled: bool = False
 
     @property
     def num_slots(self) -> int:
-        """Return the number of request slots that it has."""
+        """Return the number of request slots that the account has."""
         return self.num_running - self.num_paused
 
 
@@ -84,7 +85,7 @@ class _Ledger:
         self._next_sweep = MIN_SWEEP
 
     def account(self, name: str) -> _FairAccount:
-        """Return the account of this name, a new one with the floor as its service."""
+        """Return the account of this name; a new one starts with the floor as its service."""
         if name not in self._accounts:
             self._accounts[name] = _FairAccount(name, self._floor)
         return self._accounts[name]
@@ -100,13 +101,13 @@ class _Ledger:
 
     def lift(self, account: _FairAccount) -> None:
         """Raise an account's service to the floor: time without requests, or throttled, earns no credit."""
-        account.is_throttled = True  # compared with others only
+        account.is_throttled = True  # excludes it from `_least_served`
         self._floor = self._least_served()
         account.served = max(account.served, self._floor)
         account.is_throttled = False
         heapq.heappush(self._least, (account.served, account.name))
         if len(self._least) > 2 * self._num_waiting + MIN_SWEEP:
-            # While one account waits that has less, the others' outdated entries would stay below it.
+            # Outdated entries are dropped only at the top: they would stay while another account waits there.
             waiting = (a for a in self._accounts.values() if a is account or a.num_waiting)
             self._least = [(a.served, a.name) for a in waiting if not a.is_throttled]
             heapq.heapify(self._least)
@@ -129,17 +130,17 @@ class _Ledger:
         self._count(account)
 
     def share(self, account: _FairAccount, slots: float) -> float:
-        """Return the request slots of `slots` that are an account's by its weight, at least one."""
+        """Return an account's share of `slots` request slots by its weight, at least one."""
         return max(1.0, slots * account.weight / self._weight)
 
     def _count(self, account: _FairAccount) -> None:
-        """Count the weight of an account as long as it has requests."""
+        """Include the weight of an account in the total while it has requests."""
         weight = self._weigh(account.name) if account.num_waiting or account.num_running else 0.0
         self._weight += weight - account.weight
         account.weight = weight
 
     def _least_served(self) -> float:
-        """Return the least service of the accounts that wait and are not throttled; the floor as it was without any."""
+        """Return the least service of the waiting accounts that are not throttled; the old floor if there are none."""
         while self._least:
             served, name = self._least[0]
             account = self._accounts.get(name)
@@ -152,10 +153,10 @@ class _Ledger:
         return self._floor
 
     def _sweep(self, taken: _FairAccount) -> None:
-        """Drop idle accounts that would be lifted on their return, and of the others all but those with most service.
+        """Drop the idle accounts that would be lifted on their return, and all others but those with the most service.
 
         Args:
-            taken: that of a request which waits no more and does not run yet.
+            taken: account to keep: its request no longer waits and does not run yet.
         """
         idle = [a for a in self._accounts.values() if not (a.num_waiting or a.num_running or a is taken)]
         idle.sort(key=lambda account: account.served)
@@ -183,7 +184,7 @@ class Fair(Policy):
         self._adapters: dict[str, _Ledger] = {}
         self._keys = _Ledger(lambda _: quotas.key_weight(), self._adapters.pop)
         self._in_batch: Counter[AdapterKey | None] = Counter()
-        # Of running requests, whose accounts are not dropped.
+        # (key's account, adapter's account) of running requests; these accounts are not dropped.
         self._running: dict[RequestId, tuple[_FairAccount, _FairAccount]] = {}
 
     def rank(self, request: Request) -> Rank:
@@ -198,7 +199,7 @@ class Fair(Policy):
         return priority, preempted, self._keys.account(lane.name.principal).served, number
 
     def choose(self, lanes: SortedItems[Lane]) -> Lane:
-        """Return the lane with the least service, or one slightly above whose adapter is in the batch already."""
+        """Return the lane with the least service, or one with slightly more whose adapter is already in the batch."""
         best = lanes.first
         gap = self._sharing_gain(best.first)
         if gap <= 0:
@@ -213,8 +214,8 @@ class Fair(Policy):
     def in_order(
         self, running: Sequence[Request], waiting: Iterator[Request], first: Callable[[int], Sequence[Request]]
     ) -> Iterator[Request]:
-        """Yield those that have slots, then the others, those below their share first. If no slot is left for these,
-        they go before running requests of accounts above theirs."""
+        """Yield the requests with slots, then the others, beginning with those of accounts below their share. If no
+        slot is left for these, they go before running requests of accounts above their share."""
         seated = [request for request in running if not request.is_paused]
         paused = sorted((request for request in running if request.is_paused), key=self._rank_of)
         num_free = self._slots - len(seated)
@@ -230,7 +231,7 @@ class Fair(Policy):
     def _takers(
         self, first: Sequence[Request], seated: Sequence[Request], num_free: int
     ) -> tuple[list[Request], list[Request]]:
-        """Return which of the first requests take slots before all others, and which running ones lose theirs."""
+        """Return which of the first requests take slots, and which running requests lose theirs."""
         takers: list[Request] = []
         lost: list[Request] = []
         losers: list[Request] | None = None
@@ -249,12 +250,12 @@ class Fair(Policy):
             takers.append(request)
             self._count_slots(takers[-1:], 1)
             self._count_slots(lost[-1:] if len(takers) > num_free else (), -1)
-        self._count_slots(takers, -1)  # they move when the planner agrees
+        self._count_slots(takers, -1)  # undo: they get their slots when the planner agrees
         self._count_slots(lost, 1)
         return takers, lost
 
     def select_victim(self, running: Iterable[Request]) -> Request | None:
-        """Return a paused request if there is one of the least urgent, else the newest of them."""
+        """Return a paused request among the least urgent ones, or else the newest of these."""
         by_seniority = enumerate(running)
         return max(by_seniority, key=lambda at: (at[1].message.priority, at[1].is_paused, at[0]), default=(0, None))[1]
 
@@ -301,7 +302,7 @@ class Fair(Policy):
         self._adapters[principal].account(adapter_id).is_throttled = True
 
     def num_ahead(self, request: Request, waiting: Iterable[Request]) -> int:
-        """Count the other requests of its account, and of each other account as many as go before."""
+        """Count the other requests of its account, and those of each other account that go first."""
         urgent = Counter(_names(r) for r in waiting if r.message.priority <= request.message.priority)
         own = urgent.pop(_names(request), 0)
         return own + sum(min(count, own + 1) for count in urgent.values())
@@ -310,7 +311,7 @@ class Fair(Policy):
         self._charge(request, ANSWER_WEIGHT * num_generated)
 
     def _above_share(self, seated: Sequence[Request]) -> list[Request]:
-        """Return the requests whose slots may go to others: of keys, or adapters of a key, above their share."""
+        """Return the requests whose slots may go to others: those of keys, or adapters of a key, above their share."""
         found = []
         for request in seated:
             if not request.is_protected and request.message.beams is None:
@@ -325,8 +326,8 @@ class Fair(Policy):
         return self._adapters[key.name].share(adapter, slots)
 
     def _is_below_share(self, request: Request, best: Request) -> bool:
-        """Return whether a waiting or paused request's account would not be above its share with one more slot, and
-        has hardly more service than that of the best request."""
+        """Return whether the account of a waiting or paused request would stay within its share with one more slot, and
+        has hardly more service than the account of the best request."""
         if request.message.beams is not None:
             return False
         key, adapter = self._accounts(request)
@@ -338,8 +339,8 @@ class Fair(Policy):
         return mine.num_slots + 1 <= share and mine.served <= other.served + SHARING_TOKENS
 
     def _find_loser(self, request: Request, losers: Sequence[Request]) -> Request | None:
-        """Return the running request whose slot `request` may take: of the account with the most slots the newest, but
-        one that has just had a pause only if there is no other."""
+        """Return the running request whose slot `request` may take: the newest of the account with the most slots. One
+        that has just been paused is chosen only if there is no other."""
         return max((r for r in losers if self._may_take_from(request, r)), key=self._readiness, default=None)
 
     def _readiness(self, loser: Request) -> tuple[int, bool, int, int]:
@@ -347,8 +348,9 @@ class Fair(Policy):
         return loser.message.priority, not was_resumed, self._accounts(loser)[1].num_slots, loser.number
 
     def _may_take_from(self, request: Request, loser: Request) -> bool:
-        """Return whether a request's account is below its share, and the loser's has hardly less service and is not
-        below its share afterwards, so that no slot goes back and forth. Requests of two keys are compared by key."""
+        """Return whether a request's account is below its share, and the loser's account has hardly less service and is
+        not below its share afterwards; otherwise slots would go back and forth. Requests of two keys are compared by
+        key."""
         if loser.message.priority < request.message.priority or not self._is_below_share(request, loser):
             return False
         key, adapter = self._accounts(request)
@@ -359,18 +361,19 @@ class Fair(Policy):
         return is_above and adapter is not other_adapter
 
     def _may_share_adapter(self, best: Request, other: Request) -> bool:
-        """Return whether the best request goes first because its adapter is in the batch, unlike the other's."""
+        """Return whether the best request goes before the other, which may have had less service, because only the
+        best one's adapter is in the batch."""
         is_shared = best.adapter_key in self._in_batch and other.adapter_key not in self._in_batch
         gap = self._accounts(best)[1].served - self._accounts(other)[1].served
         return is_shared and gap <= self._sharing_gain(other)
 
     def _count_slots(self, requests: Iterable[Request], change: int) -> None:
-        """Count slots that requests would get or lose."""
+        """Adjust the accounts for slots that requests would get or lose."""
         for account in (account for request in requests for account in self._accounts(request)):
             account.num_paused -= change
 
     def _rank_of(self, request: Request) -> Rank:
-        """Return the rank of a waiting or paused request among all."""
+        """Return the rank of a waiting or paused request among all requests."""
         key, adapter = self._accounts(request)
         return request.message.priority, preempted_first(request), key.served, adapter.served, request.number
 
@@ -389,8 +392,8 @@ class Fair(Policy):
         return self._adapters[lane.name.principal].account(lane.name.adapter_id)
 
     def _sharing_gain(self, request: Request) -> float:
-        """Return, in weighted tokens, what the request's adapter adds to all its steps; 0 if the adapter is in the
-        batch already."""
+        """Return the cost, in weighted tokens, that the request's adapter adds to all its steps; 0 if the adapter is
+        already in the batch."""
         if request.adapter_key in self._in_batch or not request.terms:
             return 0.0
         nbytes = sum(term.layout.nbytes for term in request.terms)

@@ -1,9 +1,9 @@
 """Lanes: waiting requests that wait for the same things, in a policy's order.
 
 A lane holds the requests of one account on one adapter content. If its first request cannot run now, the others of the
-lane cannot either, so a step looks at the first one only. Choices that wait for the first one of their prompt, beams,
-requests with `prompt_logprobs` and those that begin with a snapshot wait for something of their own and have lanes of
-their own.
+lane cannot either, so a step checks only the first. Some requests also wait for something of their own and have
+separate lanes: choices that wait for the first choice of their prompt, beams, requests with `prompt_logprobs`, and
+requests that begin with a snapshot.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class LaneName(NamedTuple):
     principal: str
     adapter_id: str
     adapter_key: AdapterKey | None
-    # What they wait for beside others of the account, as a first choice, other beams, logit rows; "" for nothing.
+    # What else they wait for, such as a first choice, other beams or logit rows; "" for nothing.
     own: str
 
     @classmethod
@@ -43,10 +43,10 @@ class Lane:
     """Hold the waiting requests of one name, by the policy's rank and the order of arrival."""
 
     name: LaneName
-    # What its adapter needs in the pool.
+    # Adapters that its requests need in the pool.
     term_keys: tuple[AdapterKey, ...]
     requests: SortedItems[Request] = field(default_factory=SortedItems)
-    # Whether it is open although its adapter is not resident, which a step is to load or place.
+    # Whether it is open although its adapter is not resident: a step is to load or place the adapter.
     is_cold: bool = False
 
     @property

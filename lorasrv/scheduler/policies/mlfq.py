@@ -1,9 +1,9 @@
-"""Multi-level feedback queue: the least served request goes first, without knowing lengths of answers.
+"""Multi-level feedback queue: the least served request goes first; answer lengths need not be known.
 
-After FastServe (Wu et al. 2023): a request joins the level that its prompt alone would use up (skip-join), falls a
-level when it has used up its level's quantum, and each step serves the best levels, token by token: a new request takes
-the slot of one that has run long. A displaced request keeps its pages while there are enough. Service is counted in
-generated tokens; a prompt token, computed beside many others, counts a sixteenth.
+After FastServe (Wu et al. 2023): a request joins the level whose quantum its prompt alone would use up (skip-join) and
+drops a level when it has used up its level's quantum. Each step serves the best levels, so a new request takes the slot
+of one that has run long. A displaced request keeps its pages while there are enough. Service is counted in generated
+tokens; a prompt token counts a sixteenth, because many are computed together.
 """
 
 import heapq
@@ -20,7 +20,7 @@ PROMPT_TOKEN = 1 / 16
 
 
 class Mlfq(Policy):
-    """Serve the request with the least service."""
+    """Serve the request with the least service first."""
 
     may_displace = True
 
@@ -43,7 +43,7 @@ class Mlfq(Policy):
         return max(running, key=self.rank, default=None)
 
     def on_starved(self, request: Request) -> None:
-        """Move the request back to the best level (FastServe's starvation prevention): one token would be no help."""
+        """Move the request back to the best level (FastServe's starvation prevention): one token would not help it."""
         request.service = 0.0
 
     def on_computed(self, request: Request, num_generated: int) -> None:

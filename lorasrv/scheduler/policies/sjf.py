@@ -1,7 +1,7 @@
 """Shortest job first, by predicted remaining work, with ageing: the lowest mean wait if lengths are predictable.
 
 Work is in seconds: the prompt tokens to compute, and for each predicted token of the answer its part of a step with its
-adapter. A second of waiting takes `AGEING` seconds off. All waiting requests age alike, so the order of two never
+adapter. Each second of waiting subtracts `AGEING` seconds. All waiting requests age equally, so the order of two never
 changes while they wait, and a new request can only be ahead by a bounded time.
 """
 
