@@ -1,12 +1,12 @@
 """Pages of adapters: where each lies in the pool, how many running requests use it, and what its eviction would cost.
 
-`AdapterManager` decides when an adapter gets pages, when it may be read and when it leaves; only the pages, the pins of
-running requests and the eviction scores are kept here. An adapter without pins that may be read is *evictable*. Its
-score is GDSF's: uses x seconds to reload it / pages, on top of the clock (`GdsfClock`); prefix pages are scored in the
-same unit. The lowest score is evicted first.
+`AdapterManager` decides when an adapter gets pages, when it may be read and when it leaves. This module keeps only the
+pages, the pins of running requests and the eviction scores. An adapter that may be read and has no pins is *evictable*.
+Its score is that of GDSF: uses x seconds to reload it / pages, plus the clock (`GdsfClock`); prefix pages are scored in
+the same unit. The lowest score is evicted first.
 
-The eviction order is kept, not computed: one for each `Need`, so that no search passes over adapters that are spared
-because something needs them.
+The eviction order is maintained rather than computed, one order for each `Need`, so that a search never visits adapters
+that must stay because something needs them.
 """
 
 import heapq
@@ -26,7 +26,7 @@ ReloadSeconds = Callable[[AdapterKey, AdapterLayout], float]
 
 
 class Need(IntEnum):
-    """Rank what needs an adapter in the pool, beside running requests."""
+    """Rank what needs an adapter in the pool, other than running requests."""
 
     NOTHING = 0
     # A waiting request or a reservation.
@@ -39,9 +39,9 @@ class Need(IntEnum):
 class _CachedAdapter:
     placed: PlacedAdapter
     need: Need
-    # Running requests that read it.
+    # Number of running requests that read it.
     pins: int = 0
-    # Requests that were admitted with it so far, at most `MAX_COUNTED_USES`.
+    # Number of requests admitted with it so far, at most `MAX_COUNTED_USES`.
     uses: int = 0
     # Valid while `is_evictable`.
     score: float = 0.0
@@ -54,7 +54,7 @@ class AdapterCache:
     Args:
         pool: where the pages come from.
         page_bytes: bytes of one layer of a page.
-        reload_s: cost of evicting an adapter.
+        reload_s: estimates the cost of evicting an adapter.
         clock: shared with the prefix cache if both compete for the same pages.
     """
 
@@ -91,7 +91,7 @@ class AdapterCache:
         return layout.num_pages(self._page_bytes)
 
     def placed(self, key: AdapterKey) -> PlacedAdapter:
-        """Return where an adapter lies now. Valid for one step: compaction may move it before the next."""
+        """Return where an adapter lies now. Valid for one step: compaction may move it before the next step."""
         return self._adapters[key].placed
 
     def placements(self) -> Iterator[tuple[AdapterKey, PlacedAdapter, int]]:
@@ -106,7 +106,7 @@ class AdapterCache:
     def place(
         self, key: AdapterKey, layout: AdapterLayout, need: Need = Need.NOTHING, *, keep_free: int = 0
     ) -> PlacedAdapter | None:
-        """Take pages for an adapter: one run, else pieces. It is neither evictable nor can it be pinned yet.
+        """Take pages for an adapter, in one run or else in pieces. It can be neither evicted nor pinned yet.
 
         Args:
             need: what needs it now; `set_need` changes that.
@@ -142,13 +142,13 @@ class AdapterCache:
         adapter.pins += 1
 
     def count_use(self, key: AdapterKey) -> None:
-        """Count one more request that was admitted with a pinned adapter, which counts for its score."""
+        """Count one more request that was admitted with a pinned adapter; the score depends on this count."""
         adapter = self._adapters[key]
         assert adapter.pins, f"adapter {key} is not pinned"
         adapter.uses = min(adapter.uses + 1, MAX_COUNTED_USES)
 
     def unpin(self, key: AdapterKey) -> None:
-        """Count one running request less; without any the adapter becomes evictable."""
+        """Count one running request less; after the last one the adapter becomes evictable."""
         adapter = self._adapters[key]
         assert adapter.pins > 0, f"adapter {key} is not pinned"
         adapter.pins -= 1
@@ -176,7 +176,7 @@ class AdapterCache:
         """Return (score, key) of the evictable adapter with the lowest score; None if there is none.
 
         Args:
-            most: highest need of those to choose from.
+            most: highest need of the adapters to choose from.
             spared: adapters not to choose.
         """
         found = (self._lowest_of(need, spared) for need in Need if need <= most)
@@ -258,9 +258,10 @@ class AdapterCache:
         return placed
 
     def _place_in_pieces(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
-        """Split at panel borders over the longest free runs. The ends of runs are lost, so it may take more pages.
+        """Split an adapter at panel borders over the longest free runs. The ends of runs are unused, so it may take
+        more pages.
 
-        Runs come longest first, so a panel that does not fit the next one fits none: at most one run per panel is used.
+        Runs come longest first, so a panel that does not fit the next run fits none: at most one run per panel is used.
         """
         num_panels = max(len(sizes) for sizes in layout.panel_bytes)
         runs = heapq.nlargest(num_panels, self.pool.free_runs(), key=lambda run: (run[1], run[0]))

@@ -8,9 +8,9 @@ ON_HOST     yes         yes       no     no
 COPYING     yes         yes       yes    no
 RESIDENT    no          no        yes    yes
 
-Host bytes count towards `max_host_bytes`. The host pin is the loader's, on the host copy in `HostCache`; the pages and
-the pins of running requests are `AdapterCache`'s. After the copy, or after a cancelled load, the host copy stays in
-`HostCache` without a pin until other adapters need its bytes: loading it again then reads no disk.
+Host bytes count towards `max_host_bytes`. The loader owns the host pin, on the host copy in `HostCache`; `AdapterCache`
+owns the pages and the pins of running requests. After the copy, or after a cancelled load, the host copy stays in
+`HostCache` without a pin until other adapters need its bytes: loading it again in the meantime does not read the disk.
 
 From        Method        To          Trigger
 ----------  ------------  ----------  -------
@@ -25,7 +25,7 @@ COPYING     on_failed     ON_DISK     the copy failed
 RESIDENT    evict         ON_DISK     its pages are needed for something else
 
 Every other call is an error. A copy under way is never cancelled: its pages are being written. The loader receives its
-orders once a step and reports what has finished; a report that was overtaken by a cancel is ignored.
+orders once per step and reports what has finished; a report that arrives after a cancel is ignored.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ from lorasrv.scheduler_output import AdapterOrders
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
 MAX_RESERVED = 256
-"""Most reservations beside the pinned ones; any client can cause one."""
+"""Most reservations besides the pinned ones; any client can cause one."""
 
 
 class AdapterState(StrEnum):
@@ -59,7 +59,7 @@ class AdapterState(StrEnum):
 
 
 class Owned(NamedTuple):
-    """Tell what an adapter owns in a state. Request pins are allowed there, the others are required."""
+    """List what an adapter owns in a state. Request pins are optional, everything else is required."""
 
     host_bytes: bool
     host_pin: bool
@@ -89,7 +89,7 @@ TRANSITIONS = MappingProxyType(
         (AdapterState.RESIDENT, "evict"): AdapterState.ON_DISK,
     }
 )
-"""State after a method of `AdapterManager`, for every state in which that may be called."""
+"""State after a method of `AdapterManager`, for every state in which the method may be called."""
 
 
 _ORDER = (
@@ -99,12 +99,12 @@ _ORDER = (
     AdapterState.COPYING,
     AdapterState.RESIDENT,
 )
-"""What can be moved, before what is on its way."""
+"""States in the order in which their adapters are moved: those that can be moved, then those on their way."""
 
 
 @dataclass(slots=True)
 class _Reservation:
-    """Keep an adapter in the pool until a time or, pinned, until it is unpinned."""
+    """Keep an adapter in the pool until a given time, or if pinned until it is unpinned."""
 
     layout: AdapterLayout
     until_s: float = 0.0
@@ -123,10 +123,10 @@ class AdapterManager:
 
     Args:
         cache: pages of the adapters.
-        prefixes: told when an adapter becomes resident and when it is evicted.
+        prefixes: notified when an adapter becomes resident and when it is evicted.
         max_host_bytes: most bytes of host copies that are being loaded or copied at a time; one is always allowed.
-        clock: seconds, for reservations.
-        is_on_host: whether the host cache has an adapter. Any thread may ask.
+        clock: returns seconds, for reservations.
+        is_on_host: returns whether the host cache has an adapter. Any thread may call it.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class AdapterManager:
         self._host_bytes = 0
         self._requests: Counter[AdapterKey] = Counter()
         self._reservations: dict[AdapterKey, _Reservation] = {}
-        # Loads that nothing needed when this was last noted.
+        # Loads that were last known to be needed by nothing.
         self._unneeded: dict[AdapterKey, None] = {}
         self._orders = _Orders()
         self._is_host_full = False
@@ -159,27 +159,28 @@ class AdapterManager:
     # State.
 
     def state(self, key: AdapterKey) -> AdapterState:
-        """Return where an adapter is. Any thread may ask."""
+        """Return where an adapter is. Any thread may call this."""
         return self._states.get(key, AdapterState.ON_DISK)
 
     def is_resident(self, key: AdapterKey) -> bool:
-        """Return whether a step may read the adapter. Any thread may ask."""
+        """Return whether a step may read the adapter. Any thread may call this."""
         return self._states.get(key) is AdapterState.RESIDENT
 
     def are_resident(self, keys: Iterable[AdapterKey]) -> bool:
-        """Return whether a step may read all of several adapters. Any thread may ask."""
+        """Return whether a step may read all of these adapters. Any thread may call this."""
         return all(map(self.is_resident, keys))
 
     def tier(self, key: AdapterKey) -> AdapterTier:
-        """Return where an adapter is now; the answer may be outdated at once. Any thread may ask."""
+        """Return where an adapter is now; the answer may be outdated at once. Any thread may call this."""
         if self.is_resident(key):
             return AdapterTier.RESIDENT
         return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
     def next_to_move(self, keys: Iterable[AdapterKey]) -> tuple[AdapterState, AdapterKey | None]:
-        """Return the state and key of the adapter that must be loaded next, of several that are needed together.
+        """Return the state and key of the adapter that must be loaded next, among several that are needed together.
 
-        What can be moved comes before what is on its way. RESIDENT if all are, with a key of None if there are none.
+        Adapters that can be moved come before those on their way. The state is RESIDENT if all are resident; the key is
+        None if there are no adapters.
         """
         found = [(_ORDER.index(self.state(key)), key) for key in keys]
         order, key = min(found, default=(-1, None))
@@ -239,8 +240,8 @@ class AdapterManager:
         return dict(self._requests)
 
     def reserve(self, key: AdapterKey, layout: AdapterLayout, until_s: float) -> None:
-        """Prefetch an adapter and spare it until `until_s`. Beyond `MAX_RESERVED` the oldest reservation is dropped.
-        One that is renewed is the newest.
+        """Prefetch an adapter and keep it until `until_s`. Beyond `MAX_RESERVED` the oldest reservation is dropped.
+        Renewing a reservation makes it the newest.
         """
         reservation = self._reservations.pop(key, None) or _Reservation(layout)
         self._reservations[key] = reservation
@@ -282,7 +283,7 @@ class AdapterManager:
             yield key, reservation.is_pinned
 
     def wake_s(self) -> float | None:
-        """Return when the next reservation ends, if others may wait for its room; None if none do."""
+        """Return when the next reservation ends, if others may wait for its pages; None if none do."""
         ends = [r.until_s for r in self._reservations.values() if not r.is_pinned]
         return min(ends) if ends and self.reserved_missing() else None
 
@@ -313,8 +314,8 @@ class AdapterManager:
     def request_load(self, key: AdapterKey, layout: AdapterLayout) -> None:
         """Begin to load an adapter from disk, if its host bytes fit. Call again in the next step if they did not.
 
-        First come, first served: after one that did not fit nothing is begun in this step, or small adapters would
-        overtake a large one for ever.
+        First come, first served: after one adapter that does not fit, no other load begins in this step; otherwise
+        small adapters would overtake a large one for ever.
         """
         self._check(key, "request_load")
         is_full = bool(self._host_copies) and self._host_bytes + layout.nbytes > self._max_host_bytes
@@ -336,7 +337,7 @@ class AdapterManager:
         """Take pages for an adapter that is in host memory, and order the copy.
 
         Returns:
-            The place; None, and nothing changed, if the free pages do not suffice beside `keep_free`.
+            The place; None, and nothing changed, if fewer than `keep_free` pages would stay free.
         """
         self._check(key, "place")
         placed = self.cache.place(key, self._host_copies[key], self.need(key), keep_free=keep_free)
@@ -353,7 +354,7 @@ class AdapterManager:
             self._prefixes.on_adapter_resident(key)
 
     def on_failed(self, key: AdapterKey) -> None:
-        """Note that a load or a copy has failed. A reservation is dropped with it: it would fail again and again."""
+        """Note that a load or a copy has failed. Its reservation is dropped: the load would fail again and again."""
         if key not in self._orders.cancels:
             self._move(key, "on_failed")
             if key in self.cache:
@@ -361,7 +362,7 @@ class AdapterManager:
         self._drop_reservation(key)
 
     def cancel(self, key: AdapterKey) -> None:
-        """Stop a load, or give up a host copy that has no pages yet."""
+        """Stop a load, or release a host copy that has no pages yet."""
         self._move(key, "cancel")
         if key in self._orders.loads:
             self._orders.loads.remove(key)
@@ -388,7 +389,7 @@ class AdapterManager:
         return True
 
     def take_orders(self) -> AdapterOrders:
-        """Return what the loader is to do since the last call; cancels come before loads, loads before copies."""
+        """Return the loader's new orders since the last call; cancels come before loads, loads before copies."""
         orders, self._orders = self._orders, _Orders()
         return AdapterOrders(tuple(orders.loads), tuple(orders.copies), tuple(orders.cancels))
 
@@ -405,9 +406,9 @@ class AdapterManager:
         }
 
     def estimate_load_s(self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool) -> float:
-        """Estimate the seconds until an adapter is resident, if it has room.
+        """Estimate the seconds until an adapter is resident, given room in the pool.
 
-        Loads run side by side, copies one after another; `on_host`: whether the host cache has it.
+        Loads run in parallel, copies one after another; `on_host`: whether the host cache has the adapter.
         """
         others = [other for other in self._host_copies if other != key]
         loading = sum(self._host_copies[k].nbytes for k in others if self._states[k] is AdapterState.LOADING)

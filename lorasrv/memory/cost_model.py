@@ -1,14 +1,14 @@
 """Cost model of this machine, learned while serving: seconds of loads, copies, recomputation and steps.
 
-Each rate is the median of the newest measurements, so that one that met a page fault or a busy moment does not count.
-Before the first measurement it is a guess on the slow side of today's machines. The seconds of a step are a linear
-regression on what the step contains, learned from measured steps:
+Each rate is the median of the newest measurements, so that an outlier, such as a page fault or a busy moment, does not
+count. Before the first measurement it is a guess on the slow side of today's machines. The seconds of a step are a
+linear regression on the contents of the step, learned from measured steps:
 
     seconds = a + b · tokens + c · requests + d · adapter bytes + e · attention pairs + f · [tokens > 1]
 
-On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count tokens alone do not see, and
-a step of one token runs other kernels than one of several. Ridge regression with forgetting over six sums; no
-coefficient is negative, so that more work never looks like less.
+On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count only tokens miss, and a step
+of one token runs different kernels from a step of several. The fit is a ridge regression with forgetting over six sums.
+No coefficient is negative, so that more work never costs less.
 """
 
 import statistics
@@ -24,13 +24,13 @@ from lorasrv.scheduler_output import SchedulerOutput
 Matrix = npt.NDArray[np.float64]
 
 FORGETTING = 0.998
-"""Weight of a measurement one step later: half after some 350 steps."""
+"""Factor on the weight of a measurement per step: half after some 350 steps."""
 PRIOR_STEPS = 0.05
-"""Weight of the first guess, in measured steps, for each coefficient."""
+"""Weight of the first guess of each coefficient, in measured steps."""
 MAX_SURPRISE = 4.0
-"""Most times its prediction that a step counts as: one that took longer met something else."""
+"""Most multiples of its prediction that a measured step counts as: something else delayed a longer one."""
 MIN_TOKEN_S = 1e-6
-"""No token costs less, whatever the regression says."""
+"""Lower bound of a token's cost, whatever the regression says."""
 REFIT_EVERY = 8
 MIN_MEASURED_STEPS = 4 * REFIT_EVERY
 """Measurements until the coefficients are more than a guess."""
@@ -51,7 +51,7 @@ class StepShape:
     requests: int
     # Bytes of its distinct adapters.
     adapter_bytes: int
-    # (token, token that it attends to).
+    # Number of pairs (token, token that it attends to).
     pairs: int
 
     @classmethod
@@ -76,10 +76,10 @@ class StepCosts:
 
     # Coefficients of `PARTS`; those passed in are the prior.
     seconds_each: list[float] = field(default_factory=lambda: list(GUESS))
-    # Measured steps, including those behind the coefficients passed in.
+    # Number of measured steps, including those from which the coefficients passed in were learned.
     num_observed: int = 0
-    # Sums of the regression, in units of the guess: there every part is about 1 a step, so that one weight of the prior
-    # fits all.
+    # Sums of the regression, in units of the guess. In these units every part is about 1 per step, so one weight of the
+    # prior fits all parts.
     _prior: Matrix = field(init=False)
     _moments: Matrix = field(init=False)
     _targets: Matrix = field(init=False)
@@ -112,7 +112,7 @@ class StepCosts:
 
     @property
     def request_s(self) -> float:
-        """Return the seconds of one more request in it, beside its tokens."""
+        """Return the seconds of one more request in a step, without its tokens."""
         return self.seconds_each[2]
 
     def seconds(self, shape: StepShape) -> float:
@@ -120,12 +120,12 @@ class StepCosts:
         return _dot(self.seconds_each, shape.parts)
 
     def draft_token_s(self, num_tokens: int) -> float:
-        """Return the seconds of one more token of a request that knows `num_tokens`, with its logits."""
+        """Return the seconds of one more token, with its logits, for a request of `num_tokens` known tokens."""
         return max(MIN_TOKEN_S, self.token_s + self.request_s + self.seconds_each[4] * num_tokens)
 
     @property
     def second_token_s(self) -> float:
-        """Return the seconds that the second token of a step takes longer than further ones."""
+        """Return by how many seconds the second token of a step takes longer than later ones."""
         return self.seconds_each[5]
 
     def adapter_s(self, nbytes: int) -> float:
@@ -133,7 +133,7 @@ class StepCosts:
         return self.seconds_each[3] * nbytes
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Enter a measured step, weighted relative to its own length, so that long steps do not outweigh short ones."""
+        """Add a measured step, weighted relative to its own duration, so that long steps do not outweigh short ones."""
         if shape.tokens == 0:
             return
         predicted = self.seconds(shape)
@@ -159,7 +159,7 @@ class StepCosts:
 
 
 def _without_negatives(moments: Matrix, targets: Matrix) -> Matrix:
-    """Solve the normal equations of least squares, leaving out the most negative coefficient until there is none."""
+    """Solve the normal equations of least squares; drop the most negative coefficient until none is negative."""
     used = np.ones(len(targets), dtype=np.bool_)
     while True:
         solution = np.zeros(len(targets))
@@ -175,7 +175,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 NUM_NEWEST = 15
 MIN_TOKENS = 32
-"""Fewest tokens of a step that is measured: a smaller one says little about a token of a long prompt."""
+"""Fewest tokens of a step that is measured: a smaller step says little about the cost of a prompt token."""
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class Rate:
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NEWEST))
 
     def observe(self, seconds: float, units: int) -> None:
-        """Enter a measurement of `units` units; none is ignored."""
+        """Add a measurement of `units` units; zero units are ignored."""
         if units > 0:
             self._newest.append(seconds / units)
             self.seconds = statistics.median(self._newest)
@@ -194,14 +194,14 @@ class Rate:
 
 @dataclass(slots=True)
 class GdsfClock:
-    """Hold the highest score evicted so far, which is added to every new score, so that old uses lose their weight
-    (greedy-dual-size-frequency, Cherkasova 1998). Shared by all caches that compete for the same pages.
+    """Hold the highest score evicted so far. It is added to every new score, so that old uses lose their weight
+    (greedy-dual-size-frequency, Cherkasova 1998). All caches that compete for the same pages share one clock.
     """
 
     now: float = 0.0
 
     def advance(self, score: float) -> None:
-        """Note that something of this score is evicted."""
+        """Note that something with this score is evicted."""
         self.now = max(self.now, score)
 
 
@@ -209,26 +209,26 @@ class GdsfClock:
 class CostModel:
     """Estimate seconds of work. Changed by the engine thread only."""
 
-    # A byte from disk to host memory, verified and packed.
+    # Seconds per byte from disk to host memory, verified and packed.
     load: Rate = field(default_factory=lambda: Rate(1 / 0.5e9))
-    # A byte from host memory to the pool.
+    # Seconds per byte from host memory to the pool.
     copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
-    # A byte between the pool and the swap space.
+    # Seconds per byte between the pool and the swap space.
     page_copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
-    # A byte of a snapshot, from disk through host memory to the pool, verified.
+    # Seconds per byte of a snapshot, from disk through host memory to the pool, verified.
     restore: Rate = field(default_factory=lambda: Rate(1 / 0.4e9))
-    # What planning a step ahead saves of its time: a device waits for that where the step before must be collected
-    # first. 0 where no step is planned ahead.
+    # Seconds that planning a step ahead saves; the device waits that long if the previous step must be collected first.
+    # 0 if no step is planned ahead.
     lead: Rate = field(default_factory=lambda: Rate(0.0))
-    # By how much the pass of a step ends later than was predicted for the whole step; negative if it ends earlier.
+    # Seconds by which the pass of a step ends later than predicted for the whole step; negative if earlier.
     lateness: Rate = field(default_factory=lambda: Rate(0.0))
-    # A token of a prompt.
+    # Seconds per token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))
-    # A whole step, without what the device waits for before it.
+    # Seconds of a whole step, without the time for which the device waits before it.
     step: StepCosts = field(default_factory=StepCosts)
 
     def observe_step(self, shape: StepShape, seconds: float) -> None:
-        """Enter a measured step."""
+        """Add a measured step."""
         self.step.observe(shape, seconds)
         if shape.tokens >= MIN_TOKENS:
             self.token.observe(seconds, shape.tokens)

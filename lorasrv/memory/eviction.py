@@ -3,18 +3,18 @@
 Pages are taken in this order, as far as the level allows:
 
 1. orphaned prefix pages, whose adapter has left the pool: useless until it is back;
-2. evictable adapters that nothing needs, and cached prefix pages: by score, in one unit. A page that was used again
-   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a
-   floor of adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
+2. evictable adapters that nothing needs, and cached prefix pages: by score, in one unit. A reused prefix page costs far
+   more to compute than a page of an adapter costs to copy, so adapters usually go first. KV leaves a minimum of adapter
+   pages, so that a burst of KV does not evict every adapter, only for them to be loaded again afterwards;
 3. evictable adapters that only requests further back in the queue wait for;
 4. evictable adapters that an operator has pinned: only if an accepted request cannot go on otherwise.
 
-PREFETCH takes 1 and 2, ADMIT 1 to 3, RUNNING all of it: for running requests, and for the first of the queue when none
-runs.
+PREFETCH takes 1 and 2, ADMIT 1 to 3, and RUNNING all of them: for running requests, and for the first request of the
+queue when none runs.
 
 If the free pages suffice but are scattered, `compact` moves pages so that an adapter finds one run: keys and values
 page by page, adapters run by run (panels keep their places inside a run). The runner copies the pages between two
-steps, after every read of the old places and before any of the new ones.
+steps, after every read of the old places and before any read of the new ones.
 """
 
 import math
@@ -57,13 +57,13 @@ class Moves:
 
 
 def compact(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]) -> Moves | None:
-    """Free `count` consecutive pages by moving what lies there. Reference counts move, the memory does not.
+    """Free `count` consecutive pages by moving their contents elsewhere. Only reference counts move here.
 
     Args:
         movable: runs of adapters that may be moved as a whole.
-        fixed: runs that may not. Used pages outside every run are single pages, which may be moved.
+        fixed: runs that may not be moved. Used pages outside every run are single pages, which may be moved.
     Returns:
-        The moves, which page tables and memory must follow; None, and nothing changed, if there is no such window.
+        The moves, which the page tables and the memory must follow; None, and nothing changed, if no run can be freed.
     """
     if pool.num_free < count:
         return None
@@ -121,7 +121,7 @@ def _relocate(pool: PagePool, window: Run, movable: Mapping[Run, object]) -> Mov
 
 
 class EvictionLevel(IntEnum):
-    """Bound what may be evicted, as the module's list says."""
+    """Bound what may be evicted; the list in the module's docstring defines the levels."""
 
     PREFETCH = 0
     ADMIT = 1
@@ -131,14 +131,14 @@ class EvictionLevel(IntEnum):
 class Spared(NamedTuple):
     """Name adapters that are evicted after all others, or never."""
 
-    # Requests further ahead in the queue wait for them: evicted for running requests alone, and last.
+    # Adapters that requests further ahead in the queue wait for: evicted only for running requests, and last.
     ahead: Set[AdapterKey] = frozenset()
-    # They stay in the pool, at any level.
+    # Adapters that stay in the pool at any level.
     always: Set[AdapterKey] = frozenset()
 
     @property
     def first(self) -> Set[AdapterKey]:
-        """Return what is spared as long as anything else can be evicted."""
+        """Return the adapters that stay as long as anything else can be evicted."""
         return self.ahead | self.always
 
 
@@ -219,7 +219,7 @@ class Evictor:
         return pool.num_free >= pages or self._available_pages(pool, level, NONE_SPARED, 0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
-        """Return the page copies that compaction has made necessary since the last call, in order."""
+        """Return the page copies required by compaction since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -288,7 +288,7 @@ class Evictor:
         )
 
     def _evict_lowest(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
-        """Evict the lowest score of the adapters that nothing needs and of the cached prefix pages."""
+        """Evict the lowest score among the adapters that nothing needs and the cached prefix pages."""
         page = math.inf if prefixes is None else prefixes.lowest_score()
         if pool is self._adapters.pool and self._adapters.num_pages > floor:
             lowest = self._adapters.lowest(Need.NOTHING)

@@ -1,8 +1,8 @@
-"""KV cache manager: each request's page table, the only owner of which pages hold whose keys and values.
+"""KV cache manager: the page table of each request, and the only owner of this mapping.
 
 A page may be in several tables: of requests with the same beginning (`PrefixCache`), or of the choices of one request
-(`fork`). A request that writes into a page that other tables hold gets a copy first. Pages that a policy drops leave a
-hole, so that the others keep their places. `SwapSpace` counts the KV pages of preempted requests in host memory, and
+(`fork`). A request that writes into a page of other tables gets a copy first. Pages that a policy drops leave holes, so
+that the other pages keep their places. `SwapSpace` counts the KV pages of preempted requests in host memory, and
 decides when swapping costs less than recomputing.
 """
 
@@ -28,18 +28,18 @@ PageTable: TypeAlias = "array[int]"
 class _Table:
     """Hold one request's pages."""
 
-    # With which its cached pages become useless when it is evicted.
+    # Adapter whose eviction makes the cached pages useless.
     home: AdapterKey | None
     policy: KvPolicy | None
-    # Keys of its whole pages.
+    # Keys of its full pages.
     chain: PageChain
-    # Places without a page, those that the table will only grow to included.
+    # Places without a page, including places that the table has not grown to yet.
     holes: set[int]
-    # `HOLE` for those that were dropped. Steps read it: it is replaced by another, not changed in place.
+    # `HOLE` in place of dropped pages. Steps read the table, so it is replaced and never changed in place.
     pages: PageTable = field(default_factory=lambda: array("i"))
-    # Number of first ones that were offered to the prefix cache.
+    # Number of leading pages that were offered to the prefix cache.
     num_kept: int = 0
-    # Number of first ones that came from there.
+    # Number of leading pages that came from the prefix cache.
     num_attached: int = 0
 
 
@@ -78,20 +78,20 @@ class KVCacheManager:
         """Create an empty table for a request.
 
         Args:
-            adapter: whose keys and values the pages hold.
-            home: the adapter in the pool with which they become useless when it is evicted.
+            adapter: adapter with which the keys and values are computed.
+            home: adapter in the pool whose eviction makes the pages useless.
             holes: places that need no page.
-            prefix: what its prompt begins with under another salt.
+            prefix: beginning of the prompt that is cached under another salt.
         """
         assert request_id not in self._tables, f"request {request_id} has a table"
         chain = PageChain.of(self.page_size, adapter, salt, policy, prefix)
         self._tables[request_id] = _Table(home, policy, chain, set(holes))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
-        """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
+        """Put the cached pages of a prefix of `token_ids`, at most `most` tokens, into the request's empty table.
 
         Returns:
-            The number of tokens that they cover. At least one token is left to compute, as its logits are needed.
+            The number of tokens in these pages. At least one token is left to compute, as its logits are needed.
         """
         table = self._tables[request_id]
         assert not table.pages, f"request {request_id} has pages"
@@ -109,14 +109,14 @@ class KVCacheManager:
         return len(table.pages) * self.page_size
 
     def count_uses(self, request_id: RequestId) -> None:
-        """Count a use of each page that `attach_prefix` has found and that the request still has."""
+        """Count a use of each page that `attach_prefix` found and the request still has."""
         table = self._tables[request_id]
         for page in _real(table.pages[: table.num_attached]):
             assert self._prefixes is not None, "pages came from the prefix cache"
             self._prefixes.count_use(page)
 
     def fork(self, parent: RequestId, child: RequestId, num_tokens: int) -> None:
-        """Share the parent's pages of its first `num_tokens` tokens with the child's empty table."""
+        """Share the pages of the parent's first `num_tokens` tokens with the child's empty table."""
         source, table = self._tables[parent], self._tables[child]
         assert not table.pages, f"request {child} has pages"
         table.pages = source.pages[: self.pages_for(num_tokens)]
@@ -142,7 +142,7 @@ class KVCacheManager:
         """Make tokens `num_computed .. num_tokens - 1` of the request writable.
 
         Returns:
-            The copies to be made before the step writes; None, and nothing changed, if the pool has too few free pages.
+            The copies to make before the step writes; None, and nothing changed, if the pool has too few free pages.
         """
         table = self._tables[request_id]
         place, new = num_computed // self.page_size, range(len(table.pages), self.pages_for(num_tokens))
@@ -164,7 +164,7 @@ class KVCacheManager:
         return copies
 
     def num_writable_tokens(self, request_id: RequestId) -> int:
-        """Return how many tokens the request's pages hold when they are full."""
+        """Return how many tokens fit into the request's pages."""
         return len(self._tables[request_id].pages) * self.page_size
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
@@ -180,13 +180,13 @@ class KVCacheManager:
             self._release_page(page)
 
     def restart(self, request_id: RequestId) -> None:
-        """Free the request's pages if any is missing among them: all are computed again."""
+        """Free all of the request's pages if any is missing: all are computed again."""
         if self._tables[request_id].holes:
             self.truncate(request_id, 0)
             self._tables[request_id].num_kept = 0
 
     def drop_unseen(self, request_id: RequestId, num_computed: int) -> None:
-        """Free the pages that no token from `num_computed` on sees; a page with another holder stays with that one."""
+        """Free the pages that no token from `num_computed` on attends to; other holders keep a shared page."""
         table = self._tables[request_id]
         if table.policy is None:
             return
@@ -209,7 +209,7 @@ class KVCacheManager:
         return frozenset(self._tables[request_id].holes)
 
     def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer the request's newly full pages to the prefix cache, unless what their tokens saw is its own."""
+        """Offer the request's newly full pages to the prefix cache, unless their contents depend on this request."""
         table = self._tables[request_id]
         if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
             return
@@ -222,15 +222,15 @@ class KVCacheManager:
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> PageTable:
-        """Return the request's pages in order, `HOLE` in place of those that were dropped; to be read only."""
+        """Return the request's pages in order, with `HOLE` in place of dropped ones; do not change it."""
         return self._tables[request_id].pages
 
     def held_pages(self, request_id: RequestId, num_tokens: int) -> tuple[int, ...]:
-        """Return the pages in order that the request has of its first `num_tokens` tokens."""
+        """Return the pages that the request has for its first `num_tokens` tokens, in order."""
         return tuple(_real(self._tables[request_id].pages[: self.pages_for(num_tokens)]))
 
     def free(self, request_id: RequestId) -> None:
-        """Free the request's table; do nothing if it has none. Its last cached pages may be evicted first."""
+        """Free the request's table; do nothing if it has none. Of its cached pages the last are evicted first."""
         table = self._tables.pop(request_id, None)
         for page in reversed(_real(table.pages) if table else ()):
             self._release_page(page)
@@ -251,10 +251,10 @@ class KVCacheManager:
             yield from _real(table.pages)
         yield from self.fixed()
 
-    # Pages that are filled beside the steps.
+    # Pages that are filled while steps run.
 
     def begin_fill(self, name: SnapshotName, count: int) -> tuple[int, ...] | None:
-        """Take free pages for a snapshot, which stay where they are until `end_fill`; None if there are too few."""
+        """Take free pages for a snapshot; they are not moved until `end_fill`. None if there are too few."""
         assert name not in self._filling, f"snapshot {name} is being copied"
         pages = self._pool.allocate_singles(count)
         if pages is not None:
@@ -264,12 +264,12 @@ class KVCacheManager:
     def end_fill(
         self, name: SnapshotName, hashes: Sequence[bytes], home: AdapterKey | None, *, is_resident: bool
     ) -> None:
-        """Pass the pages of a snapshot to the prefix cache, or give them back.
+        """Pass the pages of a snapshot to the prefix cache, or free them.
 
         Args:
-            hashes: of the pages; empty: they were not filled.
-            home: the adapter with which they become useless when it is evicted.
-            is_resident: whether that is.
+            hashes: hashes of the pages; empty if they were not filled.
+            home: adapter whose eviction makes the pages useless.
+            is_resident: whether `home` is resident.
         """
         pages = self._filling.pop(name)
         for digest, page in zip(hashes, pages, strict=False):
@@ -279,15 +279,15 @@ class KVCacheManager:
             self._release_page(page)
 
     def fixed(self) -> Iterator[int]:
-        """Yield the pages that may not be moved, as they are filled or read beside the steps."""
+        """Yield the pages that may not be moved, because they are filled or read while steps run."""
         for pages in (*self._filling.values(), *self._lent.values()):
             yield from pages
 
-    # Pages that are read beside the steps.
+    # Pages that are read while steps run.
 
     def lend(self, lease: str, digests: Sequence[bytes]) -> int:
-        """Hold the first cached pages of these hashes, up to one that is missing, where they are until `end_lease`;
-        nothing is held if the first one is missing.
+        """Hold the cached pages of these hashes, up to the first that is missing, in place until `end_lease`. Nothing
+        is held if the first one is missing.
 
         Returns: their number.
         """
@@ -312,13 +312,13 @@ class KVCacheManager:
         return self._lent.keys()
 
     def end_lease(self, lease: str) -> None:
-        """Give back the pages of a lease."""
+        """Release the pages of a lease."""
         for page in reversed(self._lent.pop(lease)):
             self._release_page(page)
 
     def _is_shared(self, table: _Table, place: int) -> bool:
-        """Return whether other tables hold the page in which the request's next token is written, if it has it; those
-        behind it are its own."""
+        """Return whether other tables hold the page of the request's next token, if that page exists. Later pages
+        belong to this request alone."""
         return place < len(table.pages) and self._pool.refcount(table.pages[place]) > 1
 
     def _release_page(self, page: int) -> None:
@@ -336,7 +336,7 @@ class SwapSpace:
     """Count the host pages of swapped requests. Mutated by the engine thread only.
 
     Args:
-        mode: `swap` whenever there is room, `recompute` never, `auto` whichever costs less.
+        mode: `swap`: whenever there is room; `recompute`: never; `auto`: whichever costs less.
         capacity_bytes: most host memory.
         block_bytes: bytes of one page in all layers.
     """

@@ -1,6 +1,6 @@
-"""Memory manager: every account of the pool's pages, put together. Ids and counts only, no memory.
+"""Memory manager: all accounts of the pool's pages together. Ids and counts only, no memory.
 
-One pool for keys, values and adapters; or, for comparison, one that is split in two for good.
+There is one pool for keys, values and adapters; or, for comparison, one that is split into two fixed parts.
 """
 
 import time
@@ -25,15 +25,15 @@ from lorasrv.request import Request
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 NO_ROOM_RETRY_S = 5.0
-"""Least estimate of when an adapter is ready if running requests leave no pages for it."""
+"""Shortest estimate, in seconds, of when an adapter is ready if running requests leave no pages for it."""
 
 ADAPTER_FLOOR = 0.125
-"""Share of the pool's pages that stay with adapters while only new requests' keys and values want them."""
+"""Share of the pool's pages that adapters keep while only keys and values of new requests need pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Sizes of the pool."""
+    """Describe the sizes of the pool."""
 
     num_pages: int
     # Tokens in a page.
@@ -49,7 +49,7 @@ class PoolLayout:
     def of_bytes(
         cls, pool_bytes: int, page_bytes: int, page_size: int, num_slabs: int, elsewhere_bytes: int = 0
     ) -> "PoolLayout":
-        """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens in one
+        """Return the largest pool of at most `pool_bytes`; `page_bytes` is the size of `page_size` tokens in one
         slab.
         """
         num_pages = pool_bytes // (page_bytes * num_slabs + elsewhere_bytes)
@@ -66,7 +66,7 @@ class MemoryManager:
     """Hold the accounts of one engine, and load adapters with them."""
 
     layout: PoolLayout
-    # The same pool unless it is split.
+    # The same pool for KV and adapters, unless it is split.
     kv_pool: PagePool
     adapter_pool: PagePool
     # None if prefix caching is off.
@@ -101,11 +101,11 @@ class MemoryManager:
 
         Args:
             preemption: mode of the swap space.
-            is_on_host: as `AdapterManager` takes it; eviction of such an adapter is cheaper.
+            is_on_host: as for `AdapterManager`; eviction of such an adapter is cheaper.
             costs: rates of this machine, if they are known already.
-            adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
-            facts, stored: as `SnapshotManager` takes them.
-            peer_facts: as `PeerPages` takes them.
+            adapter_floor: share of the pages that adapters keep; by default `ADAPTER_FLOOR`.
+            facts, stored: as for `SnapshotManager`.
+            peer_facts: `facts` of `PeerPages`.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
@@ -163,24 +163,24 @@ class MemoryManager:
         return held - self.adapters.num_pages - self.num_unused_prefix_pages
 
     def on_arrival(self, request: Request) -> None:
-        """Begin to bring what a new request begins with, from a peer or the disk."""
+        """Begin to fetch the pages of a new request's prefix, from a peer or the disk."""
         self.peer_pages.on_arrival(request)
         self.snapshots.on_arrival(request)
 
     def begin_step(self, keep_free: int) -> None:
-        """End leases whose time is over, and take pages for what has been brought; `keep_free` pages are left free."""
+        """End expired leases, and take pages for fetched prefixes; `keep_free` pages are left free."""
         self.peer_pages.expire()
         self.snapshots.place(keep_free)
 
     def wake_s(self) -> float | None:
-        """Return when the next step is needed: now, if requests wait for nothing any more; None if not by the clock."""
+        """Return when the next step is needed: now, if the wait for a snapshot has ended; None if no time is set."""
         if self.snapshots.has_ended:
             return 0.0
         times = (self.peer_pages.wake_s(), self.adapter_manager.wake_s())
         return min((t for t in times if t is not None), default=None)
 
     def max_kv_pages(self, layouts: Iterable[AdapterLayout]) -> int:
-        """Return the most pages that one request can have for its keys and values, beside what its adapter needs."""
+        """Return the most pages that one request can have for its keys and values, besides those of its adapter."""
         if self.adapter_pool is not self.kv_pool:
             return self.kv_pool.num_pages
         return self.kv_pool.num_pages - sum(map(self.adapters.pages_for, layouts))
@@ -208,13 +208,13 @@ class MemoryManager:
         return True
 
     def prefetch(self, keep_free: int, held_back: Iterable[AdapterKey] = ()) -> bool:
-        """Take pages for snapshots whose adapters have got theirs in this step, and load reserved adapters that no
-        request waits for, as far as no request needs their pages, pinned ones first.
+        """Take pages for snapshots whose adapters have got theirs in this step. Load reserved adapters that no request
+        waits for, pinned ones first, into pages that no request needs.
 
-        A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it. So is that of
-        adapters in host memory whose requests are held back by limits: other loads may need the host memory.
+        While the pool has no room for a reserved adapter, it is not loaded and its host copy is released. The host
+        copies of adapters whose requests limits hold back are released too: other loads may need the host memory.
 
-        Returns: whether a host copy was given up.
+        Returns: whether a host copy was released.
         """
         manager = self.adapter_manager
         self.snapshots.place(keep_free)
@@ -235,7 +235,7 @@ class MemoryManager:
     def estimate_ready_s(
         self, missing: Sequence[tuple[AdapterKey, AdapterLayout]], *, on_host: bool, keep_free: int
     ) -> tuple[float, str]:
-        """Estimate the seconds until all of these adapters are resident, and say why they are not: for
+        """Estimate the seconds until all of these adapters are resident, and return why they are not: for
         `Retry-After`."""
         manager = self.adapter_manager
         seconds = max(manager.estimate_load_s(key, layout, on_host=on_host) for key, layout in missing)

@@ -4,13 +4,13 @@ KV takes single pages from the low end, adapters take runs from the high end; no
 of the same free pages make both cheap, whatever the pool's size (the slab policy and boundary tags of memory
 allocators, TLSF's classes of sizes):
 
-- *superblocks* of 8 pages. A single page comes from the lowest superblock that is partly used, and only then from the
-  lowest whole one, so that short-lived KV pages crowd together and whole superblocks stay free for adapters.
-- maximal *runs* of free pages, known by both ends and filed by length. A run that is wanted comes from the shortest
-  that holds it, cut off at its upper end.
+- *superblocks* of 8 pages. A single page comes from the lowest superblock that is partly used, or else from the lowest
+  one that is free, so that short-lived KV pages cluster and whole superblocks stay free for adapters.
+- maximal *runs* of free pages, indexed by both ends and by length. A requested run is cut from the upper end of the
+  shortest free run that is long enough.
 
-No operation walks the pages: a page's neighbours say how its run grows or shrinks. The bitmap of superblocks is one
-integer (750 bytes for 48,000 pages).
+No operation walks the pages: a page's neighbours determine how its run grows or shrinks. The bitmap of superblocks is
+one integer (750 bytes for 48,000 pages).
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class PagePool:
         self._free_bits = [0] * -(-self._end // SUPERBLOCK_PAGES)
         for page in range(first, self._end):
             self._free_bits[page // SUPERBLOCK_PAGES] |= 1 << page % SUPERBLOCK_PAGES
-        # The first and the last superblock may have fewer pages than the others; those before the first have none.
+        # The first and the last superblock may have fewer pages than others; superblocks before the first have none.
         self._all_bits = tuple(self._free_bits)
         self._partial = 0
         self._whole = sum(1 << block for block, bits in enumerate(self._all_bits) if bits)
@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def reach(self) -> int:
-        """Return the end of the pages that were ever taken one at a time: all before it are likely to have been."""
+        """Return the end of the pages that were ever taken singly; most pages before it have been taken."""
         return self._reach
 
     @property
@@ -73,7 +73,7 @@ class PagePool:
         return [self._take_single() for _ in range(count)]
 
     def allocate_run(self, count: int) -> Run | None:
-        """Take `count` consecutive pages out of the shortest free run that has them; return None if none has."""
+        """Take `count` consecutive pages out of the shortest free run that is long enough; return None if none is."""
         found = self._runs.find(count)
         if found is None:
             return None
@@ -109,7 +109,7 @@ class PagePool:
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove one reference from each page; without any it is free."""
+        """Remove one reference from each page; a page without references is free."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free already"
             self._refcounts[page] -= 1
@@ -117,7 +117,7 @@ class PagePool:
                 self._free(page)
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Move the references of each page, old id -> new id, to a page taken for it; the old pages become free."""
+        """Move the references of each page, old id -> new id; the new pages must be taken, the old ones become free."""
         for old, new in moves.items():
             assert self._refcounts[new] == 1, f"page {new} is not fresh"
             self._refcounts[new], self._refcounts[old] = self._refcounts[old], 0
@@ -127,9 +127,9 @@ class PagePool:
         """Compare the counts with the references that owners hold.
 
         Args:
-            references: page ids, each as often as it is held.
+            references: page ids, each as often as an owner holds it.
         Raises:
-            AssertionError: a count differs, or the two views of the free pages do.
+            AssertionError: a count differs, or the two views of the free pages differ.
         """
         held = [0] * self._end
         for page in references:
@@ -152,9 +152,9 @@ class PagePool:
         self._runs.check_integrity()
 
     def _take_single(self) -> int:
-        """Take the lowest free page beside a used one in a partly used superblock, else the first of a whole one.
+        """Take the lowest free page next to a used one in a partly used superblock, else the first of a free one.
 
-        Either ends its run, so the run only grows shorter.
+        The page is at an end of its run, so the run only gets shorter.
         """
         blocks = self._partial or self._whole
         block = (blocks & -blocks).bit_length() - 1
@@ -198,7 +198,8 @@ class PagePool:
         self._set_bits(block, self._free_bits[block] | 1 << page % SUPERBLOCK_PAGES)
 
     def _set_bits(self, block: int, free: int) -> None:
-        """Set a superblock's free pages. The bitmaps, as long as the pool, change only if its kind does."""
+        """Set a superblock's free pages. The bitmaps, which are as long as the pool, change only if the superblock
+        changes between used, partly used and free."""
         was, self._free_bits[block], full = self._free_bits[block], free, self._all_bits[block]
         if (was == full) != (free == full):
             self._whole ^= 1 << block
@@ -234,12 +235,12 @@ class _FreeRuns:
             self._used_classes &= ~(1 << length_class)
 
     def find(self, length: int) -> tuple[int, int] | None:
-        """Return (start, end) of a run of at least `length`, of the shortest class that has one; None without."""
+        """Return (start, end) of a run of at least `length`, from the shortest class that has one; None if none has."""
         own = _class_of(length)
         longer = self._used_classes >> own
         while longer:
             offset = (longer & -longer).bit_length() - 1
-            # Only the first class, if it is one of several lengths, may hold runs that are too short.
+            # Only the first class may hold runs that are too short, if it covers several lengths.
             for start in reversed(self._classes[own + offset]):
                 if self.ends[start] - start >= length:
                     return start, self.ends[start]
@@ -259,7 +260,7 @@ class _FreeRuns:
 
 
 def _class_of(length: int) -> int:
-    """Return the class of a length: one each up to 63, eight between two powers of two above."""
+    """Return the class of a length: one class per length up to 63, eight per power of two above."""
     if length < _EXACT_LENGTHS:
         return length
     doublings = length.bit_length() - _EXACT_LENGTHS.bit_length()

@@ -1,8 +1,8 @@
-"""Pages ahead: which pages of the pool will be used soon, so that the system gives memory
-to them while there is nothing to compute.
+"""Pages ahead: which pages of the pool will be used soon, so that their memory is committed while there is nothing to
+compute.
 
-A system gives memory to a buffer when it is first written, in pieces of 2 MiB where it can. In a virtual machine a
-piece may take milliseconds, and a page of keys and values needs one in every slab.
+The operating system commits memory of a buffer at the first write, in pieces of 2 MiB if possible. In a virtual machine
+a piece may take milliseconds, and a page of keys and values needs one in every slab.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from lorasrv.memory.page_pool import PagePool
 
 AHEAD_BYTES = 256 << 20
-"""Most bytes that get memory before they are used."""
+"""Most bytes that are committed before they are used."""
 AHEAD_SHARE = 8
-"""The least that a pool is larger than what gets memory before it is used."""
+"""At most one part in this many of a pool is committed before it is used."""
 PIECE_BYTES = 2 << 20
-"""Bytes that get memory at a time, a few milliseconds of work."""
+"""Bytes that are committed at a time, which takes a few milliseconds."""
 
 
 class PagePiece(NamedTuple):
@@ -26,11 +26,11 @@ class PagePiece(NamedTuple):
 
 
 class PagesAhead:
-    """Choose the pages that single pages of a pool will be taken from next.
+    """Choose the pages from which single pages of a pool will be taken next.
 
     Args:
-        page_bytes: of a page in one slab.
-        block_bytes: of a page in all slabs.
+        page_bytes: bytes of a page in one slab.
+        block_bytes: bytes of a page in all slabs.
     """
 
     def __init__(self, pool: PagePool, page_bytes: int, num_slabs: int, block_bytes: int) -> None:
@@ -40,7 +40,7 @@ class PagesAhead:
         self._first, self._slab = pool.first, 0
 
     def take(self) -> PagePiece | None:
-        """Return the next piece that has not been returned and is not used already; None if all that is near is."""
+        """Return the next piece that was neither returned nor used before; None if there is none nearby."""
         pool, piece = self._pool, self._piece
         if self._slab == 0:
             self._first += max(0, pool.reach - self._first) // piece * piece

@@ -1,10 +1,9 @@
-"""Peer pages: prefix pages that other replicas of the same server read, and those that are read from them.
+"""Peer pages: prefix pages that are lent to other replicas of the same server, and those taken from them.
 
-A page's hash says all that it was computed from (`PrefixCache`), so replicas name pages by their hashes alone. What is
-offered to a peer is leased: the pages stay where they are, unchanged but for a draft model's part, until the lease
-ends, at the latest by the clock. What is taken from a peer is a snapshot whose file is the peer (`SnapshotManager`):
-requests that begin with it wait in their lane, running ones never, and a page that does not come, or comes late, is
-computed.
+A page's hash covers everything that it was computed from (`PrefixCache`), so replicas name pages only by their hashes.
+Pages offered to a peer are leased: they stay in place, unchanged except for a draft model's part, until the lease ends
+or expires. Pages taken from a peer are a snapshot with the peer as its file (`SnapshotManager`): requests that begin
+with it wait in their lane, running requests never wait, and pages that come late or not at all are computed.
 """
 
 import secrets
@@ -22,25 +21,25 @@ from lorasrv.request import Request
 from lorasrv.scheduler_output import PeerSnapshot
 
 LEASE_S = 30.0
-"""Longest time that a peer may read what it was offered."""
+"""Longest time, in seconds, for which a peer may read offered pages."""
 MAX_LENT_SHARE = 0.25
 """Largest share of the pool's pages that all leases may hold."""
 MIN_PAGES = 4
-"""Fewer pages are computed: a peer's answer takes milliseconds."""
+"""Fewer pages than this are computed, because a peer's answer takes milliseconds."""
 PATIENCE = 2.0
-"""Number of times that a peer may take longer than computing here is estimated to."""
+"""Factor by which a peer may take longer than the estimate for computing here."""
 MIN_WAIT_S, MAX_WAIT_S = 2.0, 60.0
-"""Bounds of the time that a peer has."""
+"""Bounds of the time that a peer has, in seconds."""
 PEER = "peer"
-"""Owner of what peers have, in place of a version."""
+"""Owner of peers' snapshots, in place of a version."""
 
 
 @dataclass(slots=True)
 class PeerPageCounters:
-    """Count pages that were lent to peers, and what was taken from them."""
+    """Count pages lent to peers and taken from them."""
 
     lent_pages: int = 0
-    # By reason, offers that were not made.
+    # Offers that were not made, by reason.
     not_lent: Counter[str] = field(default_factory=Counter)
     taken: SnapshotCounters = field(default_factory=SnapshotCounters)
 
@@ -49,10 +48,10 @@ class PeerPages:
     """Own the leases of pages, and decide what is taken from peers. Mutated by the engine thread only.
 
     Args:
-        facts: all that keys and values depend on beside adapter and tokens; None: nothing is exchanged.
-        snapshots: restores what is taken.
-        num_pages: of the pool.
-        clock: seconds.
+        facts: all that keys and values depend on besides adapter and tokens; None: nothing is exchanged.
+        snapshots: restores the pages taken from peers.
+        num_pages: pages of the pool.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class PeerPages:
     # Lending.
 
     def offer(self, digests: Sequence[bytes]) -> PageLease:
-        """Lease the first cached pages of these hashes, up to one that is missing; none of them if that is the first,
-        or leases hold too many already.
+        """Lease the cached pages of these hashes, up to the first that is missing; none if the first hash is missing,
+        or if leases hold too many pages already.
         """
         self.expire()
         lease = secrets.token_hex(16)
@@ -100,20 +99,20 @@ class PeerPages:
             self._kv.end_lease(lease)
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
+        """End the expired leases."""
         now = self._clock()
         for lease in [lease for lease, until_s in self._until_s.items() if until_s <= now]:
             self.end(lease)
 
     def wake_s(self) -> float | None:
-        """Return when the next lease ends by the clock; None without any."""
+        """Return when the next lease expires; None without leases."""
         return min(self._until_s.values(), default=None)
 
     def check_integrity(self) -> None:
         """Compare leases with the pages that they hold.
 
         Raises:
-            AssertionError: pages are lent without a lease, or the reverse, or too many.
+            AssertionError: pages are lent without a lease, a lease has no pages, or too many are lent.
         """
         assert self._until_s.keys() == set(self._kv.leases()), "leases and lent pages differ"
         held = [page for lease in self._until_s for page in self._kv.lent(lease)]
@@ -128,7 +127,8 @@ class PeerPages:
     # Taking.
 
     def on_arrival(self, request: Request) -> None:
-        """Begin to take the pages of a new request's prompt from the peer that it names, or note that they come."""
+        """Begin to take the pages of a new request's prompt from the peer that it names, or note that they are already
+        on their way."""
         message = request.message
         if self.facts is None or message.peer is None or message.fork_of is not None:
             return
@@ -147,14 +147,14 @@ class PeerPages:
         self._snapshots.restore(request, Prefix(wanted, request.home_key, digests), self.counters.taken)
 
     def _missing(self, request: Request) -> tuple[bytes, ...]:
-        """Return the hashes of the prompt's whole pages behind those that the prefix cache has."""
+        """Return the hashes of the prompt's full pages after those in the prefix cache."""
         message = request.message
         chain = PageChain.of(self._kv.page_size, request.adapter_key, message.cache_salt, prefix=message.prefix)
         hashes = tuple(chain.hash(request.token_ids, number) for number in range(self._num_whole(request)))
         return hashes[_num_leading(self._lending_cache.page_of(digest) is not None for digest in hashes) :]
 
     def _num_whole(self, request: Request) -> int:
-        """Return how many of the prompt's first pages need not be computed here: its last token's logits are needed."""
+        """Return how many of the prompt's first pages can be taken: the last token is computed here for its logits."""
         return min(request.num_reusable_tokens, request.num_tokens - 1) // self._kv.page_size
 
 

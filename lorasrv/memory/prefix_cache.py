@@ -1,14 +1,14 @@
-"""Prefix cache: whole KV pages kept after their request, looked up by a hash of what they were computed from.
+"""Prefix cache: full KV pages kept after their request has ended, looked up by a hash of what they were computed from.
 
-A page's key is a hash chained over (adapter content, tenant salt, every token up to the page's end): never a name, so a
-re-uploaded adapter never hits pages of its previous version (vllm#42125, llama.cpp#26207), and never less than the
-whole prefix. Pages in the cache are immutable; the cache holds one reference of its own to each.
+A page's key is a hash chained over (adapter content, tenant salt, every token up to the page's end). It contains no
+name, so a re-uploaded adapter never hits pages of its previous version (vllm#42125, llama.cpp#26207), and it always
+covers the whole prefix. Pages in the cache are immutable; the cache holds one reference of its own to each.
 
 A page without another reference may be evicted: the tail of a prompt before its head, the lowest score first. The score
-is uses x seconds to compute the page again, in the unit of `AdapterCache`; for a page without a hit so far the share of
-pages that ever had one stands for the uses, which goes to zero where prompts never repeat. Such a page is *cached*
-while its adapter is resident, and *orphaned* once that is evicted: it is useless until the adapter is back, and evicted
-before everything else (the dependency that FASTLIBRA describes).
+is uses x seconds to compute the page again, in the unit of `AdapterCache`. For a page without a hit so far, the share
+of pages that ever had a hit takes the place of the uses; it goes to zero if prompts never repeat. An unreferenced page
+is *cached* while its adapter is resident, and *orphaned* once that is evicted: it is useless until the adapter is back,
+and evicted before everything else (the dependency that FASTLIBRA describes).
 """
 
 import hashlib
@@ -32,7 +32,8 @@ Scored = dict[int, tuple[float, int]]
 
 
 def root_hash(adapter: AdapterKey | None, salt: str) -> bytes:
-    """Return the first parent hash of an adapter's (None: the base model's) pages. Both parts are length-prefixed."""
+    """Return the parent hash of the first page, for an adapter (None: the base model) and a salt. Both are
+    length-prefixed in the hash input."""
     parts = (b"" if adapter is None else adapter.encode(), salt.encode("utf-8", "surrogatepass"))
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
@@ -43,7 +44,7 @@ def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def page_hashes(root: bytes, token_ids: Sequence[int], page_size: int) -> tuple[bytes, ...]:
-    """Return the keys of the whole pages of `token_ids` that follow a root."""
+    """Return the keys of the full pages of `token_ids` that follow a root."""
     hashes, parent = list[bytes](), root
     for end in range(page_size, len(token_ids) + 1, page_size):
         parent = page_hash(parent, token_ids[end - page_size : end])
@@ -53,12 +54,12 @@ def page_hashes(root: bytes, token_ids: Sequence[int], page_size: int) -> tuple[
 
 @dataclass(slots=True)
 class PageChain:
-    """Hash the whole pages of one sequence, as far as they are needed and each once."""
+    """Hash the full pages of one sequence on demand, each once."""
 
     page_size: int
     # Parent of the first page's hash.
     root: bytes
-    # Number of first pages under that root alone; those behind them are under `own_root`, too.
+    # Number of leading pages whose hashes depend on `root` only; the hashes of later pages also depend on `own_root`.
     num_fixed: int = 0
     own_root: bytes = b""
     policy: KvPolicy | None = None
@@ -76,7 +77,7 @@ class PageChain:
         """Return the chain of a request's pages.
 
         Args:
-            prefix: what its prompt begins with under another salt.
+            prefix: beginning of the prompt that is cached under another salt.
         """
         own_root = root_hash(adapter, salt)
         if prefix is None or prefix.num_tokens < page_size:
@@ -84,7 +85,7 @@ class PageChain:
         return cls(page_size, root_hash(adapter, prefix.salt), prefix.num_tokens // page_size, own_root, policy)
 
     def hash(self, token_ids: Sequence[int], number: int) -> bytes:
-        """Return the key of a page; `token_ids` are those of the sequence up to the page's end at least."""
+        """Return the key of a page; `token_ids` must reach at least to the end of the page."""
         while (count := len(self._hashes)) <= number:
             parent = self._hashes[-1] if self._hashes else self.root
             if self.num_fixed == count:
@@ -151,7 +152,7 @@ class PrefixCache:
         yield from self._orphaned
 
     def lookup(self, digest: bytes) -> int | None:
-        """Return the page of this hash with one more reference, which is the caller's; None if there is none."""
+        """Return the page of this hash, with one more reference for the caller; None if there is none."""
         page = self._pages.get(digest)
         if page is not None:
             self._pool.share((page,))
@@ -160,22 +161,22 @@ class PrefixCache:
         return page
 
     def count_use(self, page: int) -> None:
-        """Count one more use of a page that `lookup` has returned, which counts for its score; do nothing if the page
-        has left the cache."""
+        """Count one more use of a page that `lookup` has returned, which raises its score; do nothing if the page has
+        left the cache."""
         entry = self._entries.get(page)
         if entry is not None:
             self._num_reused += entry.uses == 0
             entry.uses = min(entry.uses + 1, MAX_COUNTED_USES)
 
     def page_of(self, digest: bytes) -> int | None:
-        """Return the page of this hash, which is not used; None if there is none."""
+        """Return the page of this hash without taking a reference; None if there is none."""
         return self._pages.get(digest)
 
     def insert(self, digest: bytes, page: int, adapter: AdapterKey | None, *, is_resident: bool = True) -> bool:
         """Take a reference to a full page; return False if another page of the same content is in the cache.
 
         Args:
-            is_resident: whether its adapter is.
+            is_resident: whether the adapter is resident.
         """
         if digest in self._pages:
             return False
@@ -191,7 +192,7 @@ class PrefixCache:
         return True
 
     def release(self, page: int) -> None:
-        """Score a page that a request has released; without another reference it may be evicted."""
+        """Score a page that a request has released; it may be evicted if no other request holds it."""
         entry = self._entries.get(page)
         if entry is not None and self._pool.refcount(page) == 1:
             score = self._clock.now + (entry.uses or self.reuse_rate) * self._page_s()
@@ -262,8 +263,8 @@ class PrefixCache:
         """Compare hashes, references and adapters with the pages.
 
         Raises:
-            AssertionError: hashes and pages are not one to one, or other pages than those without a request may be
-                evicted, or a page is orphaned though its adapter is resident, or the reverse.
+            AssertionError: hashes and pages are not one to one, or the evictable pages are not exactly the pages
+                without a request, or a page is orphaned although its adapter is resident, or the reverse.
         """
         for adapter in self._by_adapter if is_resident is not None else ():
             assert is_resident is not None
@@ -296,8 +297,8 @@ class PrefixCache:
         self.num_evictions += 1
 
     def _push(self, page: int) -> None:
-        """Queue a cached page; once most entries are outdated, all of them go: where pages are never short, nothing
-        else drops them."""
+        """Queue a cached page. Once most entries are outdated, drop these: if pages are never short, nothing else
+        does."""
         heapq.heappush(self._queue, (*self._cached[page], page))
         if len(self._queue) > 2 * len(self._cached) + 64:
             self._queue = [(*scored, page) for page, scored in self._cached.items()]

@@ -1,7 +1,7 @@
 """Memory of requests: KV pages and an adapter's pin while they run, a swapped copy in host memory while they wait.
 
-The scheduler decides which request is admitted, extended, preempted and finished; here the pages follow. The page
-operations that this makes necessary are noted in order.
+The scheduler decides which request is admitted, extended, preempted and finished; this module allocates and frees pages
+accordingly, and records the required page operations in order.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -30,16 +30,16 @@ class RequestAllocator:
         spared: Spared,
         growth: int = 0,
     ) -> bool:
-        """Take pages for all tokens of a waiting request, and pin what its adapter needs, which is resident.
+        """Take pages for all tokens of a waiting request, and pin its adapters, which must be resident.
 
-        Pages of the same prefix are shared, not taken: those of `parent`, or of the prefix cache.
+        Pages of the same prefix are shared instead of taken, from `parent` or from the prefix cache.
 
         Args:
             parent: the first choice of the same prompt, for a further one.
             keep_free: pages to be left free.
-            growth: pages beyond, which this level must be able to free but does not yet.
+            growth: further pages that this level must be able to free; they are not freed now.
         Returns:
-            False, and nothing held, if this level does not free so many.
+            False, and nothing held, if this level cannot free so many.
         """
         rid, message = request.request_id, request.message
         self._open(request, message.kv_policy, request.swapped_holes)
@@ -56,7 +56,7 @@ class RequestAllocator:
             self._ops.append(SwapIn(rid, self._kv.held_pages(rid, request.num_computed_tokens)))
             self._free_swap(request)
         elif not request.num_preemptions:
-            # A resumed answer may find some of itself, too.
+            # A resumed request may also find pages of its own answer.
             request.num_cached_tokens = min(shared, request.num_prompt_tokens)
             self._count_uses(request)
         return True
@@ -72,8 +72,8 @@ class RequestAllocator:
         keep_free: int = 0,
         spared: Spared = NONE_SPARED,
     ) -> bool:
-        """Take the pages that all known and pending tokens need, under a policy those of the next step; return False if
-        this level does not free them."""
+        """Take the pages for all known and pending tokens, or under a policy those for the next step; return False if
+        this level cannot free them."""
         rid, computed, wanted = request.request_id, request.num_scheduled_tokens, _num_wanted(request)
         missing = self._kv.missing_pages(rid, computed, wanted)
         if missing and not self._evictor.make_room(missing + keep_free, level, spared):
@@ -85,10 +85,10 @@ class RequestAllocator:
         return True
 
     def extend_for_drafts(self, request: Request, num_drafts: int, keep_free: int) -> int:
-        """Take free pages for draft tokens behind a request's known tokens, which have theirs; evict nothing.
+        """Take free pages for draft tokens after a request's known tokens, which have pages already; evict nothing.
 
         Args:
-            num_drafts: number of draft tokens that want a place.
+            num_drafts: number of draft tokens that need a place.
             keep_free: pages that stay free.
         Returns: the number of draft tokens that have a place.
         """
@@ -102,22 +102,22 @@ class RequestAllocator:
         return count
 
     def truncate_drafts(self, request: Request) -> None:
-        """Give back the pages that held rejected draft tokens only."""
+        """Free the pages that held only rejected draft tokens."""
         self._kv.truncate(request.request_id, request.num_computed_tokens)
 
     def settle(self, request: Request) -> None:
-        """Offer what a request has computed to the prefix cache, and free the pages that its policy drops."""
+        """Offer a request's computed pages to the prefix cache, and free the pages that its policy drops."""
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
         if request.message.kv_policy is not None:
             self._drop(request, request.message.kv_policy)
 
     def observe(self, request: Request, page_table: Sequence[int], masses: Sequence[Sequence[float]]) -> None:
-        """Add up what attention the request's pages have got of some of its rows.
+        """Add up the attention that some rows of a request have paid to its pages.
 
         Args:
-            page_table: with which the rows were computed.
-            masses: of each row, and each page that it saw, in the order of the rows: sums are the same however these
-                are cut into steps.
+            page_table: the table with which the rows were computed.
+            masses: attention of each row to each page that it saw. Rows are added in order, so that the sums do not
+                depend on how the rows were split into steps.
         """
         places = [place for place, page in enumerate(page_table) if page != HOLE]
         request.page_masses += [0.0] * (len(page_table) - len(request.page_masses))
@@ -137,7 +137,7 @@ class RequestAllocator:
         request.num_dropped_pages = len(self._kv.holes(rid))
 
     def preempt(self, request: Request) -> None:
-        """Take back a running request's pages: swap out what is computed, or discard it, whichever costs less."""
+        """Free a running request's pages: swap out what is computed, or discard it, whichever costs less."""
         rid = request.request_id
         pages = self._kv.held_pages(rid, request.num_computed_tokens)
         if self._swap.should_swap(len(pages), request.num_computed_tokens):
@@ -164,19 +164,19 @@ class RequestAllocator:
             self._kv.fork(parent.request_id, rid, parent.num_computed_tokens)
 
     def free(self, request: Request) -> None:
-        """Give back the pages and the adapter's pin of a request that stops running."""
+        """Free the pages and the adapter's pin of a request that stops running."""
         self._kv.free(request.request_id)
         for key in request.term_keys:
             self._adapters.unpin(key)
 
     def drop_swap(self, request: Request) -> None:
-        """Give back the swapped copy of a request that finishes while it waits; do nothing if it has none."""
+        """Free the swapped copy of a request that finishes while it waits; do nothing if it has none."""
         if request.num_swapped_pages:
             self._ops.append(DropSwap(request.request_id))
             self._free_swap(request)
 
     def discard(self, request: Request) -> None:
-        """Forget what a request had computed, which is lost; a running request keeps its pages."""
+        """Note that everything computed for a request is lost; a running request keeps its pages."""
         if request.num_swapped_pages:
             self._free_swap(request)
         _forget(request)
@@ -185,10 +185,10 @@ class RequestAllocator:
             self._kv.restart(request.request_id)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Compare the pages of running requests, of which nothing is in flight, with their tokens.
+        """Compare the pages of running requests with their tokens; nothing of these requests may be in flight.
 
         Raises:
-            AssertionError: one has a page for no token, or has or lacks one against its policy.
+            AssertionError: a request has a page without a token, or has or lacks a page contrary to its policy.
         """
         for request in requests:
             rid, policy = request.request_id, request.message.kv_policy
@@ -199,7 +199,7 @@ class RequestAllocator:
             assert len(self._kv.holes(rid)) <= max(len(unseen), request.num_dropped_pages), "a page is missing"
 
     def record_moves(self) -> None:
-        """Append the copies that compaction has made necessary to the page operations."""
+        """Append the copies required by compaction to the page operations."""
         self._ops += self._evictor.take_moves()
 
     def take_ops(self) -> tuple[PageOp, ...]:
@@ -225,8 +225,8 @@ class RequestAllocator:
         return self._evictor.can_make_room(missing + growth, level, spared)
 
     def _share(self, request: Request, parent: Request | None) -> int:
-        """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are
-        needed."""
+        """Share the pages of a computed prefix; return its number of tokens. The prompt's last token is never included,
+        as its logits are needed."""
         rid, shared = request.request_id, request.num_prompt_tokens - 1
         may_fork = parent is not None and shared <= request.num_reusable_tokens
         if parent is None or not may_fork or not self._kv.can_fork(parent.request_id, shared):
@@ -237,7 +237,7 @@ class RequestAllocator:
         return shared
 
     def _count_uses(self, request: Request) -> None:
-        """Count a request that is admitted for the first time; one that waits for pages is tried in every step."""
+        """Count the uses of a request once, when it is first admitted: one that waits for pages is tried every step."""
         for key in request.term_keys:
             self._adapters.count_use(key)
         self._kv.count_uses(request.request_id)
@@ -248,7 +248,8 @@ class RequestAllocator:
 
 
 def _prefix(request: Request) -> FixedPrefix | None:
-    """Return the persona's own beginning of a prompt; none under a policy, as what is kept is then the request's."""
+    """Return the persona's fixed beginning of a prompt; None under a policy, as the kept pages then depend on the
+    request."""
     return request.message.prefix if request.message.kv_policy is None else None
 
 
@@ -259,10 +260,10 @@ def _forget(request: Request) -> None:
 
 
 def _num_wanted(request: Request) -> int:
-    """Return how many first tokens of a request want their pages, or have them behind them."""
+    """Return how many leading tokens of a request need pages now, or have needed them."""
     policy, expected = request.message.kv_policy, request.num_expected_tokens
     if policy is None:
         return expected
-    # No step goes beyond the next check, and the pages behind it are not promised before.
+    # No step goes beyond the next check, so pages after it are not needed yet.
     done = request.num_scheduled_tokens
     return min(expected, done + policy.step_tokens, max(done, request.next_check))

@@ -1,14 +1,14 @@
-"""Snapshots: prefix pages that are outside the pool, those of fixed prefixes on the disk, and those of any prompt at a
-peer (`PeerPages`). `SnapshotManager` is the only owner of their state.
+"""Snapshots: prefix pages outside the pool, either of fixed prefixes on the disk or of any prompt at a peer
+(`PeerPages`). `SnapshotManager` is the only owner of their state.
 
-A snapshot is nothing but prefix pages that survive restarts and eviction. It is read into host memory beside its
-adapter's load, gets free pages as soon as the adapter has its own, and once filled they are the prefix cache's.
-Requests that begin with it wait meanwhile, all for the same load. If the file is damaged, or the peer gives less, or no
-page is free for it, they compute what is missing as if there were none.
+A snapshot is a set of prefix pages that survive restarts and eviction. It is read into host memory while its adapter
+loads and gets free pages as soon as the adapter has its own. Once filled, these pages belong to the prefix cache.
+Requests that begin with the snapshot wait for this one load. If the file is damaged, the peer sends less, or no page is
+free, they compute what is missing as if there were no snapshot.
 
-A snapshot is restored where that is estimated to be faster than computing by `MIN_GAIN`, and made at the third use, or
-when an operator asks for it. Where that fails, it is tried at the sixth, the twelfth and so on. One is written at a
-time: until it is on the disk, its pages are in host memory too.
+A snapshot is restored if that is estimated to be faster than computing by `MIN_GAIN`. It is made at the third use of
+its prefix, or when an operator asks for it; if that fails, at the sixth, the twelfth and so on. Snapshots are written
+one at a time, because their pages also occupy host memory until they are on the disk.
 """
 
 from collections import Counter, OrderedDict
@@ -28,9 +28,9 @@ from lorasrv.request import FixedPrefix, Request
 from lorasrv.scheduler_output import PeerSnapshot, SnapshotFile, SnapshotOrders
 
 MIN_GAIN = 1.5
-"""Least number of times that restoring is faster than computing."""
+"""Smallest factor by which restoring must be faster than computing."""
 USES = 3
-"""Number of requests with a prefix at which it is kept."""
+"""Number of requests with a prefix after which it is kept."""
 MAX_ARRIVING = 8
 """Most snapshots on their way to the pool; the prefix of a further one is computed."""
 MAX_ARRIVING_BYTES = 256 << 20
@@ -43,12 +43,12 @@ MAX_WANTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Hold what is known of pages that requests begin with."""
+    """Describe the pages of a prefix."""
 
     source: SnapshotFile | PeerSnapshot
-    # With which they become useless when it is evicted.
+    # Adapter whose eviction makes the pages useless.
     home: AdapterKey | None
-    # Of its pages.
+    # Hashes of its pages.
     hashes: tuple[bytes, ...]
 
 
@@ -65,7 +65,7 @@ class SnapshotCounters:
     made: int = 0
     restored: int = 0
     restored_bytes: int = 0
-    # By reason, snapshots that were to be restored or made and were not.
+    # Snapshots that should have been restored or made but were not, by reason.
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -76,18 +76,18 @@ class _Arrival:
     prefix: Prefix
     counters: SnapshotCounters
     state: _State = _State.LOADING
-    # Those that wait for it.
+    # Requests that wait for it.
     requests: list[Request] = field(default_factory=list)
-    # Of reading it.
+    # Seconds that reading it took.
     seconds: float = 0.0
-    # First pages that are in host memory.
+    # Number of leading pages that are in host memory.
     num_loaded: int = 0
     # Places of the pages that are being filled.
     places: tuple[int, ...] = ()
 
     @property
     def is_from_peer(self) -> bool:
-        """Return whether a peer gives it, and not the disk."""
+        """Return whether it comes from a peer instead of the disk."""
         return isinstance(self.prefix.source, PeerSnapshot)
 
 
@@ -95,9 +95,9 @@ class SnapshotManager:
     """Own the state of every snapshot. Mutated by the engine thread only.
 
     Args:
-        facts: all that keys and values depend on beside their prefix; None: nothing is kept or restored.
+        facts: all that keys and values depend on besides their prefix; None: nothing is kept or restored.
         stored: bytes of the snapshots on the disk.
-        page_bytes: of a page in all slabs.
+        page_bytes: bytes of a page in all slabs.
         max_bytes: most bytes of all snapshots on the disk.
     """
 
@@ -156,18 +156,18 @@ class SnapshotManager:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether `take_ended` has any."""
+        """Return whether `take_ended` would return any snapshots."""
         return bool(self._ended)
 
     def take_ended(self) -> list[SnapshotName]:
-        """Return the snapshots that no request waits for any more, since the last call."""
+        """Return the snapshots whose requests have stopped waiting since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     # Restoring.
 
     def on_arrival(self, request: Request) -> None:
-        """Begin to restore what a new request begins with, or note that it waits for it, if that pays."""
+        """Begin to restore the snapshot of a new request's prefix, or let the request wait for it, if that pays off."""
         message = request.message
         if message.kv_policy is not None or request.fell_back:
             return
@@ -181,8 +181,8 @@ class SnapshotManager:
             self.restore(request, prefix, self.counters)
 
     def restore(self, request: Request, prefix: Prefix, counters: SnapshotCounters) -> None:
-        """Begin to restore what a new request begins with, or note that it waits for it; do nothing if too many are on
-        their way.
+        """Begin to restore the snapshot of a new request's prefix, or let the request wait for it; do nothing if too
+        many snapshots are on their way.
         """
         name = prefix.source.name
         if name not in self._arriving:
@@ -195,8 +195,8 @@ class SnapshotManager:
         request.snapshot = name
 
     def place(self, keep_free: int) -> None:
-        """Take pages for the snapshots in host memory whose adapters have some, filled or not; drop those that nothing
-        waits for.
+        """Take pages for the snapshots in host memory whose adapters have pages, filled or not; drop snapshots that are
+        no longer needed.
 
         Args:
             keep_free: pages that are left free.
@@ -214,13 +214,13 @@ class SnapshotManager:
     def on_loaded(self, name: SnapshotName, seconds: float, num_pages: int | None = None) -> None:
         """Note that a snapshot is in host memory, or its first `num_pages`."""
         if name in self._cancels:
-            return  # the loader does not know yet
+            return  # cancelled, but the loader did not know yet
         arrival = self._arriving[name]
         arrival.state, arrival.seconds = _State.ON_HOST, seconds
         arrival.num_loaded = len(arrival.prefix.hashes) if num_pages is None else num_pages
 
     def on_copied(self, name: SnapshotName, seconds: float) -> None:
-        """Note that the pages of a snapshot are filled: they are the prefix cache's now."""
+        """Note that the pages of a snapshot are filled, and pass them to the prefix cache."""
         arrival = self._arriving[name]
         copied = len(arrival.places) * self._page_bytes
         source = arrival.prefix.source
@@ -238,8 +238,8 @@ class SnapshotManager:
         """Note that a snapshot could not be read or copied.
 
         Args:
-            reason: a word, for counting.
-            is_gone: whether it is not on the disk any more.
+            reason: one word, for the counters.
+            is_gone: whether it is no longer on the disk.
         """
         if is_gone:
             self._stored.pop(name, None)
@@ -255,7 +255,7 @@ class SnapshotManager:
     ) -> tuple[SnapshotName, int] | None:
         """Make a snapshot of a prefix as soon as its pages are in the prefix cache; do nothing if there is one.
 
-        Returns: its name and tokens; None if nothing is kept, or the prefix has no whole page or too many.
+        Returns: its name and number of tokens; None if nothing is kept, or the prefix has no full page or too many.
         """
         known = self._prefix_of(adapter, adapter, prefix, token_ids)
         if known is None:
@@ -264,7 +264,7 @@ class SnapshotManager:
         return known.source.name, len(known.hashes) * self._kv.page_size
 
     def on_saved(self, name: SnapshotName, nbytes: int, removed: Sequence[SnapshotName]) -> None:
-        """Note that a snapshot is on the disk, and that others had to go for it."""
+        """Note that a snapshot is on the disk, and that others were removed for it."""
         self._saving.discard(name)
         self._stored[name] = nbytes
         self._uses.pop(name, None)
@@ -273,24 +273,25 @@ class SnapshotManager:
         self.counters.made += 1
 
     def on_removed(self, name: SnapshotName) -> None:
-        """Note that a snapshot has gone with its version."""
+        """Note that a snapshot was removed with its version."""
         self._stored.pop(name, None)
 
     def on_save_failed(self, name: SnapshotName, reason: str) -> None:
-        """Note that a snapshot could not be written, for a reason in a word."""
+        """Note that a snapshot could not be written; `reason` is one word."""
         self._saving.discard(name)
         self.counters.refused[reason] += 1
 
     def take_orders(self) -> SnapshotOrders:
-        """Return what is to be done since the last call, at the end of a plan: pages to be saved are not taken any
-        more before they are read. Cancels come before loads, loads before copies.
+        """Return the new orders since the last call; cancels come before loads, loads before copies.
+
+        Call it at the end of planning, so that pages to be saved are not taken before they are read.
         """
         loads, cancels, copies = self._loads, self._cancels, self._copies
         self._loads, self._cancels, self._copies = [], [], []
         return SnapshotOrders(tuple(loads), tuple(copies), tuple(cancels), tuple(self._saves()))
 
     def _saves(self) -> list[tuple[SnapshotFile, tuple[int, ...]]]:
-        """Return the next snapshot whose pages are there, unless one is being written."""
+        """Return the next wanted snapshot whose pages are cached, unless one is being written."""
         for name, prefix in self._wanted.items() if not self._saving else ():
             assert self._prefixes is not None
             if (pages := _all_pages(prefix.hashes, self._prefixes.page_of)) is not None:
@@ -301,7 +302,7 @@ class SnapshotManager:
         return []
 
     def _count_use(self, name: SnapshotName, prefix: Prefix) -> None:
-        """Count a use of a prefix since it was not on the disk, and have it kept when it is time."""
+        """Count a use of a prefix that is not on the disk, and make a snapshot after enough uses."""
         if name in self._stored:
             return
         uses = self._uses.pop(name, 0) + 1
@@ -321,7 +322,7 @@ class SnapshotManager:
             self.counters.refused["busy"] += 1
 
     def _pays_now(self, prefix: Prefix) -> bool:
-        """Return whether to restore a snapshot behind those that are being read."""
+        """Return whether restoring a snapshot pays off after those that are being read."""
         missing = self._missing(prefix)
         if not missing:
             return False
@@ -340,7 +341,7 @@ class SnapshotManager:
         """Return whether restoring a snapshot is faster than computing `num_pages` of its pages.
 
         Args:
-            ahead: bytes that are read before it.
+            ahead: bytes of other snapshots that are read first.
         """
         compute_s = self._costs.recompute_s(num_pages * self._kv.page_size)
         return compute_s >= MIN_GAIN * self._costs.restore_s(ahead + self._bytes_of(prefix))
@@ -349,7 +350,7 @@ class SnapshotManager:
         return len(prefix.hashes) * self._page_bytes
 
     def _missing(self, prefix: Prefix, most: int | None = None) -> list[int]:
-        """Return the places of the pages that the prefix cache does not have, of all or of the first `most`."""
+        """Return the places of the pages that the prefix cache lacks, among all or the first `most`."""
         assert self._prefixes is not None
         return [place for place, digest in enumerate(prefix.hashes[:most]) if self._prefixes.page_of(digest) is None]
 
@@ -360,7 +361,7 @@ class SnapshotManager:
         prefix: FixedPrefix | None,
         token_ids: Sequence[int],
     ) -> Prefix | None:
-        """Return what is known of a prefix; None if nothing is kept, or it has no whole page or too many."""
+        """Return what is known of a prefix; None if nothing is kept, or it has no full page or too many."""
         if self._facts is None or prefix is None:
             return None
         num_pages = prefix.num_tokens // self._kv.page_size
@@ -376,7 +377,7 @@ class SnapshotManager:
         name, places = arrival.prefix.source.name, tuple(self._missing(arrival.prefix, arrival.num_loaded))
         pages = None
         has_room = self._evictor.make_room(len(places) + keep_free, EvictionLevel.PREFETCH)
-        # Pages of its own may have gone for it.
+        # Making room may have evicted pages of this prefix.
         if has_room and places == tuple(self._missing(arrival.prefix, arrival.num_loaded)):
             pages = self._kv.begin_fill(name, len(places))
         if pages is None:
@@ -386,7 +387,7 @@ class SnapshotManager:
         self._copies.append((name, tuple(zip(places, pages, strict=True))))
 
     def _drop(self, arrival: _Arrival, reason: str) -> None:
-        """Give up a load or a host copy."""
+        """Cancel a load or release a host copy."""
         arrival.counters.refused[reason] += 1
         if arrival.prefix.source in self._loads:
             self._loads.remove(arrival.prefix.source)

@@ -1,4 +1,4 @@
-"""Sorted items: an order that is kept while items come, change and go, instead of being computed when it is needed."""
+"""Sorted items: an order that is maintained while items come, change and go, not computed when it is needed."""
 
 import bisect
 from collections.abc import Hashable, Iterator
@@ -10,7 +10,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class SortedItems(Generic[T]):
-    """Keep items sorted by a rank that no two of them share. Adding and removing cost O(log n) comparisons."""
+    """Keep items sorted by unique ranks. Adding and removing cost O(log n) comparisons."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, T]] = []
@@ -27,7 +27,7 @@ class SortedItems(Generic[T]):
 
     @property
     def first(self) -> T:
-        """Return the item of the smallest rank."""
+        """Return the item with the smallest rank."""
         return self._entries[0][1]
 
     def first_of(self, count: int) -> list[T]:
@@ -39,7 +39,7 @@ class SortedItems(Generic[T]):
         return self._ranks[item]
 
     def add(self, item: T, rank: Rank) -> None:
-        """Add an item, or sort it anew under another rank."""
+        """Add an item, or sort it again under another rank."""
         if item in self._ranks:
             if self._ranks[item] == rank:
                 return
