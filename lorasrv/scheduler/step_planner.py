@@ -326,7 +326,7 @@ class StepPlanner:
         state.has_preempted = state.is_over = True
 
     def _distribute_rest(self, state: _PlanState) -> None:
-        """Give the rest of the chunk to the prompts that were cut in favour of others."""
+        """Give the rest of the chunk to the prompts that were cut to leave tokens to others."""
         for request in self._queue.running:
             if request.request_id in state.budget.cut and state.budget.counts.get(request.request_id):
                 state.budget.take_more(request)
