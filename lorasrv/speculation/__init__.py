@@ -1,1 +1,1 @@
-"""Propose draft tokens, which a step verifies, and learn what proposals are worth. Torch-free."""
+"""Propose draft tokens, which a step verifies, and learn how much proposals gain. Torch-free."""

@@ -1,4 +1,4 @@
-"""Count draft tokens that steps have verified, and compare the chances expected of them with what was found."""
+"""Count draft tokens that steps have verified, and compare their expected chances with the results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class DraftCounts:
 
     @property
     def accepted(self) -> int:
-        """Return the number of tokens that answers have said."""
+        """Return the number of draft tokens that became part of answers."""
         return self.accepted_at.total()
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Count verified draft tokens by the chance that was expected of each: that it and those before it are right."""
+    """Count verified draft tokens by their expected chance: that the token and those before it are right."""
 
     # By tenth of the chance, 0 for chances below 0.1.
     drafted: Counter[int] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Calibration:
     expected: dict[int, float] = field(default_factory=dict)
 
     def observe(self, chance: float, *, was_right: bool) -> None:
-        """Enter a verified token."""
+        """Count a verified token."""
         tenth = min(int(10 * chance), 9)
         self.drafted[tenth] += 1
         self.accepted[tenth] += was_right
@@ -46,14 +46,14 @@ class Calibration:
 
 
 class DraftAccounts:
-    """Count what steps have verified, by drafter and by expected chance. Written by the engine thread only."""
+    """Count verified draft tokens by drafter and by expected chance. Written by the engine thread only."""
 
     def __init__(self, drafters: Sequence[str]) -> None:
         self.by_drafter = {name: DraftCounts() for name in drafters}
         self.calibration = Calibration()
 
     def observe(self, verified: Proposal, new_token_ids: Sequence[int]) -> None:
-        """Enter the draft tokens of a step, and the tokens that it gave to the answer."""
+        """Count the draft tokens of a step; `new_token_ids` are the tokens that it added to the answer."""
         right = set(path_along(verified.token_ids, verified.parents, new_token_ids))
         depths = depths_of(verified.parents)
         for at, (name, depth, chance) in enumerate(zip(verified.drafters, depths, verified.survival, strict=True)):

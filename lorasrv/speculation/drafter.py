@@ -1,7 +1,7 @@
 """Drafter interface: propose tokens that may continue an answer.
 
-A wrong draft costs time and never a wrong token: each draft token is compared with the one that the model samples there
-(`lorasrv.sampling.draft_verification`).
+A wrong draft costs time but never changes the answer: each draft token is compared with the token that the model
+samples there (`lorasrv.sampling.draft_verification`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,11 +16,11 @@ from lorasrv.scheduler_output import NO_PROBES, ProbeTree
 class DraftAsk:
     """Ask for a draft of one request."""
 
-    # The scheduler's own: for reading, within the call only.
+    # The scheduler's object: only read it, and only within the call.
     request: Request
     # Longer drafts are cut to this.
     max_tokens: int
-    # Tokens that are less likely than this do not pay.
+    # Tokens that are less likely than this do not pay off.
     min_survival: float = 0.0
 
 
@@ -28,10 +28,10 @@ class DraftAsk:
 class Draft:
     """Propose the tokens that follow a request's known ones."""
 
-    # A chain: each token follows the one before it. Empty where there is nothing to guess from.
+    # A chain: each token follows the one before it. Empty if there is nothing to guess from.
     token_ids: tuple[int, ...] = ()
-    # What each token is guessed from. How often tokens of the same evidence were right, if those before them were, is
-    # learned from what answers say.
+    # What each token is guessed from. For each evidence, answers show how often its tokens were right, given that those
+    # before them were.
     evidence: tuple[Hashable, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Drafter:
     """Propose draft tokens. Called by the engine thread only, between two steps."""
 
     name: str
-    # Whether `probes` may return some.
+    # Whether `probes` may return any.
     has_probes = False
 
     def draft(self, ask: DraftAsk) -> Draft:
@@ -53,11 +53,11 @@ class Drafter:
         raise NotImplementedError
 
     def probes(self, ask: DraftAsk) -> ProbeTree:
-        """Return guessed tokens whose continuations the drafter wants to see, at most `MAX_PROBES`."""
+        """Return guessed tokens for which the drafter wants to know the continuations, at most `MAX_PROBES`."""
         return NO_PROBES
 
     def observe_probes(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Learn the likeliest token behind each probe of the step before."""
+        """Learn the likeliest token after each probe of the previous step."""
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Learn a request's new tokens, drafted or not; its `token_ids` end with them."""
@@ -66,7 +66,7 @@ class Drafter:
         """Drop the state of a finished request."""
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        """Drop what is kept of an adapter's answers, or of those under a salt; None names none."""
+        """Drop the kept answers of an adapter, or those under a salt; None matches no answers."""
 
     @property
     def kept_bytes(self) -> int:

@@ -28,8 +28,8 @@ def make_drafters(options: SpeculationOptions) -> list[Drafter]:
 
 
 def draft_layers(num_layers: int, count: int | None, kv_source_layers: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the `count` layers that draft for all of them, none for None: the first and the last, which matter
-    most, and those whose keys and values these read.
+    """Return the `count` layers of the model that draft, none for None: the first and last layers, which matter most,
+    and the layers whose keys and values these read.
 
     Raises:
         ConfigError: there are fewer layers.
@@ -42,7 +42,7 @@ def draft_layers(num_layers: int, count: int | None, kv_source_layers: Sequence[
 
 
 def model_names(options: SpeculationOptions) -> list[str]:
-    """Return the names of the models on the worker that the options ask for."""
+    """Return the names of the draft models on the worker that the options request."""
     there = {
         "medusa": options.draft_heads is not None or options.draft_head_bytes > 0,
         "model": options.draft_model is not None,

@@ -1,12 +1,12 @@
-"""Forced tokens: where a grammar leaves one way to go on, it needs no model (keys and punctuation of JSON)."""
+"""Forced tokens: if a grammar allows only one continuation, no model is needed (keys and punctuation of JSON)."""
 
 from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
 
 
 class ForcedTokens(Drafter):
-    """Ask the grammars of constrained answers for the text that must come next, in its usual tokens.
+    """Draft the text that the grammar of a constrained answer requires next, in its usual tokens.
 
-    The model may write the same text in other tokens; how often it does is learned.
+    The model may write the same text with other tokens; the drafts' success rate is learned.
     """
 
     name = "grammar"

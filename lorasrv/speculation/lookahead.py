@@ -1,9 +1,9 @@
-"""Lookahead decoding: guess many places ahead at once, and keep the n-grams that come of it as drafts.
+"""Lookahead decoding: guess many places ahead at once, and keep the resulting n-grams as drafts.
 
-Each step computes, beside the answer's own tokens, a *window* of guessed ones: W places and N - 1 levels. Level l + 1
-is what the model has said behind level l (a Jacobi iteration), so that each place becomes an n-gram that the model
-itself finds plausible. The n-grams are drafts wherever their first token is said. The window is a tree: level 0 is a
-chain behind the last known token, each further level hangs on the level before.
+Besides the answer's own tokens, each step computes a *window* of guessed tokens: W places and N - 1 levels. Level l + 1
+is the model's output after level l (a Jacobi iteration), so each place becomes an n-gram that the model finds
+plausible. An n-gram is a draft wherever its first token occurs. The window is a tree: level 0 is a chain after the last
+known token; the nodes of each further level are children of the level before.
 
 Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057).
 """
@@ -22,29 +22,29 @@ from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
 from sgmv_kernels.metadata.draft_trees import ROOT
 
 MAX_NGRAMS = 1 << 10
-"""n-grams kept of an answer, by their first token; the least recently used go first."""
+"""Most first tokens per answer for which n-grams are kept; the least recently used are dropped first."""
 MAX_ADAPTERS = 1 << 10
 PRIOR_RIGHT, FORGETTING = 0.3, 0.98
-"""Share of first tokens that are assumed to be right, and its weight after one more was seen."""
+"""Assumed share of first tokens that are right, and the factor on its weight for each token that is seen."""
 MAX_GAIN = 1.0
-"""More tokens a step are not expected of any window: one that costs more is not even tried."""
+"""Most tokens per step that a window is expected to gain: one that costs more is not even tried."""
 TRIAL_STEPS, TRIAL_EVERY, MAX_TRIAL_EVERY = 24, 256, 4096
-"""Steps of a trial of windows that do not pay, and steps from one to the next, at first and at last."""
+"""Steps of a trial of windows that do not pay off; steps between two trials, initially and at most."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """The guesses of one answer and the n-grams that came of them."""
+    """Hold the guesses of one answer and the n-grams that resulted from them."""
 
     levels: list[list[int]] = field(default_factory=list)
     ngrams: LRUCache[int, tuple[int, ...]] = field(default_factory=lambda: LRUCache(MAX_NGRAMS))
-    # Whether the step before has computed it.
+    # Whether the previous step has computed it.
     is_new: bool = False
 
 
 @dataclass(slots=True)
 class _Worth:
-    """What windows bring to an adapter's answers, and when they are tried again."""
+    """Track what windows gain for an adapter's answers, and when they are tried again."""
 
     right: float = PRIOR_RIGHT
     every: int = TRIAL_EVERY
@@ -55,7 +55,7 @@ class _Worth:
         self.right = FORGETTING * self.right + (1 - FORGETTING) * was_right
 
     def is_due(self) -> bool:
-        """Whether a window that is not expected to pay is computed all the same."""
+        """Return whether to compute a window although it is not expected to pay off."""
         if self.left <= 0:
             self.left, self.every, self.trial = self.every, min(MAX_TRIAL_EVERY, 2 * self.every), TRIAL_STEPS
         self.left -= 1
@@ -67,8 +67,8 @@ class Lookahead(Drafter):
     """Draft n-grams of Jacobi windows.
 
     Args:
-        places: W, guessed at once.
-        length: N, tokens of an n-gram, the one before the draft included.
+        places: W, number of places guessed at once.
+        length: N, number of tokens of an n-gram, including the one before the draft.
     """
 
     name = "lookahead"
@@ -115,7 +115,7 @@ class Lookahead(Drafter):
             del window.levels[0]
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Learn how often the n-gram of a token goes on as it was said."""
+        """Learn how often the n-gram of a token continues as the answer did."""
         window = self._windows.get(request.request_id)
         if window is None or not window.is_new or len(window.levels) < self._length - 1:
             return
@@ -131,7 +131,7 @@ class Lookahead(Drafter):
         return self._worth.setdefault(request.adapter_key, _Worth())
 
     def _pays(self, ask: DraftAsk) -> bool:
-        """Return whether the window is expected to bring more tokens than it costs, or is tried."""
+        """Return whether the window is expected to gain more tokens than it costs, or is due for a trial."""
         worth, cost = self._of(ask.request), ask.min_survival * len(self._parents)
         if cost <= sum(worth.right**depth for depth in range(1, self._length)):
             worth.every = TRIAL_EVERY

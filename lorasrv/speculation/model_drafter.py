@@ -1,9 +1,9 @@
-"""Model drafter: when a model on the worker drafts, and how far.
+"""Model drafter: when a model on the worker drafts, and how many tokens.
 
-A model drafts at the end of a step, from the tokens that the step has said; the next step verifies what pays by then.
-Unlike the other drafters its drafts cost time before they are known. So they are asked for only where they are expected
-to pay, and otherwise seldom, to see whether they would: an adapter may speak so differently from the draft model that
-they never do.
+A model drafts at the end of a step, after the step's new tokens; the next step verifies the drafts that still pay off.
+Unlike those of other drafters, its drafts cost time before they are known. So they are requested only if they are
+expected to pay off, and otherwise now and then to find out: the answers of an adapter may differ so much from the draft
+model that its drafts never pay off.
 """
 
 import statistics
@@ -21,13 +21,14 @@ from lorasrv.speculation.drafter import Draft
 from lorasrv.speculation.survival import SurvivalTable
 
 PROBE_EVERY, MAX_PROBE_EVERY = 64, 4096
-"""Tokens of an adapter's answers between two tries of a draft that is not expected to pay, at first and at last."""
+"""Tokens of an adapter's answers between two trials of a draft that is not expected to pay off, initially and at
+most."""
 PROBED_TOKENS = 3
 GUESSED_PASS_SHARE: Mapping[str, float] = {"medusa": 0.1}
 OTHER_PASS_SHARE = 0.5
-"""Seconds of a pass that was never measured, as a share of a step's; a pass drafts one token."""
+"""Assumed duration of a pass before any was measured, as a share of a step's; a pass drafts one token."""
 NUM_NEWEST = 7
-"""Measured passes of which the median counts."""
+"""Number of newest measured passes of which the median is used."""
 CONFIDENCE_CLASSES = 8
 MAX_PROBES = 1 << 12
 
@@ -36,7 +37,7 @@ MAX_PROBES = 1 << 12
 class _Probe:
     every: int = PROBE_EVERY
     left: int = 0
-    # Whether the last try has brought no token.
+    # Whether the last trial yielded no token.
     is_silent: bool = False
 
 
@@ -44,7 +45,7 @@ class ModelDrafter:
     """Choose how many tokens a model drafts for each answer. Called by the engine thread only.
 
     Args:
-        name: of the drafter, here and on the worker.
+        name: name of the drafter, here and on the worker.
     """
 
     def __init__(self, name: str, survival: SurvivalTable) -> None:
@@ -60,9 +61,10 @@ class ModelDrafter:
         """Return how many tokens to draft for each row.
 
         Args:
-            rows: answers, and the most tokens of each, at least 1. Those with a pending token are not asked for yet.
-            draws: how each chooses its tokens.
-            token_s: seconds that verifying a token of each adds to a step.
+            rows: answers, and the most tokens of each, at least 1. For answers with a pending token, no drafts are
+                requested yet.
+            draws: how each answer chooses its tokens.
+            token_s: seconds that verifying one token of each answer adds to a step.
             step: the step without drafts.
         """
         pass_s = self._expected_s(len(rows), step) / len(rows)
@@ -77,24 +79,24 @@ class ModelDrafter:
         ]
 
     def observe_depth(self, request: Request, draw: str, depth: int, *, was_right: bool) -> None:
-        """Enter whether the token `depth` of a draft was right; those before it were."""
+        """Learn whether token number `depth` of a draft was right; those before it were."""
         self._survival.observe(self.name, request.adapter_key, (draw, ("depth", depth)), was_right=was_right)
 
     def observe_draft(self, adapter: AdapterKey | None, draft: ModelDraft) -> None:
-        """Enter whether the model had anything to say for an answer of an adapter."""
+        """Learn whether the model drafted any token for an answer of an adapter."""
         probe = self._probes.setdefault(adapter, _Probe())
         if not draft.token_ids and not probe.is_silent:
             probe.left = probe.every
         probe.is_silent = not draft.token_ids
 
     def observe(self, output: DrafterOutput) -> None:
-        """Enter how long drafting took."""
+        """Learn how long drafting took."""
         if output.num_passes:
             newest = self._pass_s.setdefault(len(output.drafts).bit_length(), deque(maxlen=NUM_NEWEST))
             newest.append(output.seconds / output.num_passes)
 
     def _expected_s(self, num_rows: int, step: PlainStep) -> float:
-        """Return the seconds of a pass, as of the nearest number of rows that was measured."""
+        """Return the seconds of a pass, taken from the nearest measured number of rows."""
         if not self._pass_s:
             return GUESSED_PASS_SHARE.get(self.name, OTHER_PASS_SHARE) * step.seconds
         return statistics.median(self._pass_s[min(self._pass_s, key=lambda rows: abs(rows - num_rows.bit_length()))])
@@ -107,7 +109,8 @@ class ModelDrafter:
         return chances
 
     def _probed(self, adapter: AdapterKey | None, tried: int, length: int, *, is_asked: bool) -> int:
-        """Return the length, or now and then a few tokens where it is 0; a try stays due until it is asked for."""
+        """Return the length; if it is 0, return a few tokens now and then as a trial. A trial stays due until it is
+        requested."""
         probe = self._probes.setdefault(adapter, _Probe())
         if length and not probe.is_silent:
             probe.every = probe.left = PROBE_EVERY
@@ -127,8 +130,8 @@ def as_draft(token_ids: Sequence[int], confidence: Sequence[float], *, sees_toke
 
     Args:
         confidence: probability that the model gave to each token.
-        sees_tokens: the evidence of a token is how sure the model was of it and of those before it; else only its
-            place, for rejection sampling, where which tokens are tried must not depend on the tokens.
+        sees_tokens: whether the evidence of a token is how sure the model was of it and of those before it. Otherwise
+            it is only its place: for rejection sampling, the choice of tokens to try must not depend on the tokens.
     """
     if not sees_tokens:
         return Draft(tuple(token_ids), tuple(("depth", depth) for depth in range(len(token_ids))))

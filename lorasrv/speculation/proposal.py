@@ -1,4 +1,4 @@
-"""Proposal: what a step may verify of one answer, a chain of draft tokens or a tree of several drafters' chains.
+"""Proposal: the draft tokens that a step may verify for one answer, a chain or a tree of several drafters' chains.
 
 Source: merged token trees of SpecInfer (Miao et al. 2023, arXiv:2305.09781).
 """
@@ -11,11 +11,11 @@ from sgmv_kernels.metadata.draft_trees import ROOT
 
 
 class Chain(NamedTuple):
-    """Hold the tokens that one drafter proposes, each behind the one before it."""
+    """Hold the tokens that one drafter proposes, each following the one before it."""
 
     drafter: str
     token_ids: Sequence[int]
-    # Chance of each token that it and those before it are right.
+    # For each token, the chance that it and those before it are right.
     survival: Sequence[float]
 
 
@@ -26,9 +26,9 @@ class Proposal:
     token_ids: tuple[int, ...] = ()
     # Index of each token's parent, or `ROOT`.
     parents: tuple[int, ...] = ()
-    # Chance of each token that it and those before it are right.
+    # For each token, the chance that it and those before it are right.
     survival: tuple[float, ...] = ()
-    # Who has proposed each.
+    # The drafter of each token.
     drafters: tuple[str, ...] = ()
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Reply corpus: a persona's own past answers, from which its next ones are drafted.
+"""Reply corpus: a persona's own past answers, which serve as drafts for its next ones.
 
-Personas greet, close and format alike, and repeat their catchphrases. Answers are kept in memory only, for the same
-adapter content and the same salt, so that one API key's answers never draft for another: how fast tokens arrive would
-tell what others were told (arXiv:2411.01076).
+A persona repeats its greetings, closings, formats and catchphrases. Answers are kept in memory only, and used only for
+the same adapter content and the same salt. So the answers of one API key never draft for another key: the speed of
+tokens would reveal what others were told (arXiv:2411.01076).
 """
 
 import sys
@@ -17,21 +17,21 @@ from lorasrv.speculation.prompt_lookup import spoken
 from lorasrv.speculation.text_match import BOUNDARY, INT32, continuation
 
 MAX_TOKENS = 1 << 15
-"""Most tokens kept of one persona; the oldest quarter of the answers goes first."""
+"""Most tokens kept per persona; the oldest quarter of the answers is dropped first."""
 MAX_TOKEN_BYTES = 8
-"""Most bytes that a token takes: 4, and the room that its array grows into."""
+"""Most bytes per token: 4, and the spare room of its growing array."""
 MAX_REPLY_TOKENS = 1 << 12
-"""Tokens that are kept of one answer."""
+"""Most tokens kept of one answer."""
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 CorpusKey = tuple[AdapterKey | None, str]
 
 
 ENTRY_BYTES = 1024
-"""Memory of an entry beside its tokens: a key with a salt of up to 256 characters, and its places in two tables."""
+"""Memory of an entry without its tokens: a key with a salt of up to 256 characters, and its places in two tables."""
 
 
 class ReplyCorpus(Drafter):
-    """Keep finished answers by adapter and salt, those used last, and draft from them.
+    """Keep the most recently used finished answers by adapter and salt, and draft from them.
 
     Args:
         max_bytes: memory of all answers together.
@@ -52,7 +52,7 @@ class ReplyCorpus(Drafter):
         return NO_DRAFT if text is None else continuation(text, spoken(ask.request), ask.max_tokens)
 
     def forget(self, request: Request) -> None:
-        """Keep a finished answer, if its client lets it be kept and it was neither aborted nor refused."""
+        """Keep a finished answer, if its client allows that and it was neither aborted nor refused."""
         if not request.message.speculation.remember or request.status not in _COMPLETE:
             return
         reply = request.token_ids[request.num_prompt_tokens :][: min(MAX_REPLY_TOKENS, self._max_tokens // 4)]

@@ -1,7 +1,7 @@
-"""Speculator: ask the drafters, estimate the chances of what they propose, and learn them from what is said.
+"""Speculator: ask the drafters, estimate the chances of their proposals, and learn these chances from the answers.
 
-Every proposal is followed to its first wrong token, whether a step has verified it or not: a drafter that does not pay
-under today's load is still judged, and comes back when it does.
+Every proposal is compared with the answer up to its first wrong token, whether a step has verified it or not. So a
+drafter that does not pay off under the current load is still evaluated, and is used again when it does.
 """
 
 import logging
@@ -33,7 +33,7 @@ MAX_MODEL_DRAFT = 8
 
 @dataclass(slots=True)
 class _Trail:
-    """A draft, and how much of it the answer has said so far."""
+    """Hold a draft, and how much of it the answer has matched so far."""
 
     draft: Draft
     num_said: int = 0
@@ -50,14 +50,14 @@ class _Trail:
 class Speculator:
     """Propose the likeliest draft of each answer. Called by the engine thread only, between two steps.
 
-    A drafter that raises is never asked again; answers go on without it.
+    A drafter that raises is never used again; answers continue without it.
 
     Args:
         drafters: in the order in which equally likely drafts are preferred.
-        models: names of the models on the worker that may be asked.
+        models: names of the draft models on the worker.
         makes_trees: whether drafts of several drafters are verified together, as a tree.
         vocab_size: valid token ids are below it.
-        clock: seconds, for the time that proposing may take.
+        clock: returns seconds, to bound the time of proposing.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Speculator:
         makes_trees: bool = False,
     ) -> None:
         self._drafters = list(drafters)
-        # Those that are told every token of every answer.
+        # Drafters that are told every token of every answer.
         self._listeners = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._vocab_size = vocab_size
         self._clock = clock
         self._survival = SurvivalTable()
         self._models = {name: ModelDrafter(name, self._survival) for name in models}
-        # Of requests, by drafter, the drafts that have not been wrong yet.
+        # For each request, by drafter, the drafts that have not been wrong yet.
         self._trails: dict[RequestId, dict[str, _Trail]] = {}
         self._num_asked = 0
         self.accounts = DraftAccounts((*(drafter.name for drafter in drafters), *models))
         self._makes_trees = makes_trees
-        # The last one of each request.
+        # The last proposal of each request.
         self._proposed: dict[RequestId, Proposal] = {}
 
     @property
@@ -90,11 +90,11 @@ class Speculator:
         return bool(self._drafters or self._models)
 
     def propose(self, asks: Sequence[DraftAsk], seconds: float) -> list[Proposal]:
-        """Return a proposal for each ask. Drafts of which something is left are used again. Where the token behind the
-        known ones is pending, the proposal begins behind it, and it is part of what must be right.
+        """Return a proposal for each ask. Drafts with tokens left are used again. If the next token is pending, the
+        proposal begins after it, and the chances include that the draft has guessed the pending token.
 
         Args:
-            seconds: time for new drafts. A few requests get them in any case; others have their turn in later steps.
+            seconds: time for new drafts. A few requests always get them; the others get theirs in later steps.
         """
         until, first = self._clock() + seconds, self._num_asked % max(1, len(asks))
         in_turn = [*asks[first:], *asks[:first]]
@@ -107,7 +107,7 @@ class Speculator:
         return [self._proposal(ask) for ask in asks]
 
     def probes(self, ask: DraftAsk) -> ProbeTree:
-        """Return the tokens that a drafter wants to be computed beside an answer's own."""
+        """Return the tokens that a drafter wants computed beside an answer's own."""
         for drafter in self._probing():
             if ask.request.message.speculation.allows(drafter.name):
                 return self._guard(drafter, partial(drafter.probes, ask)) or NO_PROBES
@@ -118,11 +118,11 @@ class Speculator:
     ) -> list[tuple[str, int]]:
         """Choose the model that drafts for each answer's next step, and how many tokens; "" and 0 for none.
 
-        Answers that follow a draft that cost nothing are not drafted by a model.
+        A model does not draft for answers whose verified drafts come from other drafters.
 
         Args:
-            verified: what the step verifies of each.
-            token_s: seconds that verifying one token of each adds to a step.
+            verified: the drafts that the step verifies for each answer.
+            token_s: seconds that verifying one token of each answer adds to a step.
             step: the step without drafts.
         """
         asked = [("", 0)] * len(asks)
@@ -148,11 +148,11 @@ class Speculator:
         probed: Mapping[RequestId, Sequence[int]],
         live: Mapping[RequestId, Request],
     ) -> None:
-        """Take what a step has brought for the next one's drafts, for requests that have not finished in it.
+        """Take the results of a step that serve the next step's drafts, for requests that have not finished in it.
 
         Args:
-            drafted: what models have drafted at its end.
-            probed: the likeliest token behind each probe.
+            drafted: drafts of models at its end.
+            probed: the likeliest token after each probe.
         """
         for request_id, tokens in probed.items():
             if (request := live.get(request_id)) is not None:
@@ -167,7 +167,7 @@ class Speculator:
                 if (request := live.get(request_id)) is not None:
                     self._models[name].observe_draft(request.adapter_key, draft)
                     trails = self._trails.setdefault(request_id, {})
-                    trails.pop(name, None)  # the model knows only the last one that it has drawn
+                    trails.pop(name, None)  # the model knows only its last draft
                     if draft.token_ids:
                         by_rejection = request.message.accept == REJECTION
                         trails[name] = _Trail(as_draft(*draft, sees_tokens=not by_rejection))
@@ -198,7 +198,7 @@ class Speculator:
             self._guard(drafter, partial(drafter.forget, request))
 
     def drop(self, adapter: AdapterKey | None, salt: str | None) -> None:
-        """Have the drafters drop what they keep of an adapter's answers, or of those under a salt."""
+        """Have the drafters drop the kept answers of an adapter, or those under a salt."""
         for drafter in tuple(self._drafters):
             self._guard(drafter, partial(drafter.drop, adapter, salt))
 
@@ -211,7 +211,7 @@ class Speculator:
         return [drafter for drafter in self._drafters if drafter.has_probes]
 
     def _draft(self, asks: Sequence[DraftAsk]) -> None:
-        """Ask each drafter for drafts of the requests of which it has none left."""
+        """Ask each drafter for drafts of the requests for which it has none left."""
         for drafter in tuple(self._drafters):
             those = [ask for ask in asks if self._wants(ask.request, drafter.name)]
             if those:
@@ -242,7 +242,7 @@ class Speculator:
         return found
 
     def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
-        """Return the chance of each token of a draft that pays, that it and those before it are right."""
+        """Return, for each token of a draft that pays off, the chance that it and those before it are right."""
         chances, chance, draw = [], 1.0, _draw(ask.request)
         for evidence in trail.evidence[: ask.max_tokens]:
             chance *= self._survival.estimate(name, ask.request.adapter_key, (draw, evidence))
@@ -252,7 +252,7 @@ class Speculator:
         return tuple(chances)
 
     def _valid(self, request: Request, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens before the first that the vocabulary lacks or the request's grammar forbids."""
+        """Return the tokens before the first one that the vocabulary lacks or the request's grammar forbids."""
         size = min(self._vocab_size, request.message.vocab_size or self._vocab_size)
         bad = next((at for at, token in enumerate(tokens) if not 0 <= token < size), len(tokens))
         if request.constraint_state is not None and bad:
@@ -260,7 +260,7 @@ class Speculator:
         return tokens[:bad]
 
     def _follow(self, trail: _Trail, name: str, request: Request, new_token_ids: Sequence[int]) -> bool:
-        """Compare a draft with what was said; return whether some of it is left."""
+        """Compare a draft with the new tokens; return whether some of it is left."""
         for token in new_token_ids:
             if not trail.tokens:
                 return False
@@ -283,15 +283,15 @@ class Speculator:
             return None
 
     def _dismiss(self, drafter: Drafter) -> None:
-        """Never ask a drafter again, which has just raised."""
+        """Stop using a drafter that has just raised."""
         _LOG.exception("drafter %s failed; answers go on without it", drafter.name)
         self._drafters.remove(drafter)
         self._listeners = [other for other in self._listeners if other is not drafter]
 
 
 def _most_behind(request: Request, num_drafts: int) -> int:
-    """Return the most tokens that can be drafted behind a step that verifies `num_drafts`: all that may be left, but
-    for the one that comes with the last draft."""
+    """Return the most tokens that can be drafted after a step that verifies `num_drafts`: all that may be left, except
+    the one that verifying the last draft token yields."""
     left = request.message.max_tokens - request.num_generated_tokens - request.num_pending_tokens - num_drafts - 2
     return min(MAX_MODEL_DRAFT, request.message.speculation.max_draft, left)
 
@@ -301,7 +301,7 @@ def _longest(model: str, request: Request) -> int:
 
 
 def _draw(request: Request) -> str:
-    """Name how tokens are chosen: the same text is less likely to come again where they are drawn, or its repetition is
-    punished."""
+    """Name how tokens are chosen: text is less likely to repeat if tokens are sampled, or if repetition is
+    penalized."""
     sampling = request.sampling
     return "adjusted" if sampling.changes_logits else "greedy" if sampling.is_greedy else "random"

@@ -1,4 +1,4 @@
-"""Find what followed earlier occurrences of the last tokens: one scan of a text in numpy, no index to keep.
+"""Find what followed earlier occurrences of the last tokens, by one scan of a text in numpy, without an index.
 
 A scan of 32,768 tokens takes some ten microseconds; suffix trees and automata (Arctic's suffix decoding, SAM decoding)
 take ten times the memory and are only needed for far longer texts.
@@ -12,21 +12,21 @@ import numpy as np
 from lorasrv.speculation.drafter import Draft
 
 INT32 = "i"
-"""Type code of arrays of tokens."""
+"""Type code of token arrays."""
 BOUNDARY = -1
-"""Stands before each of several texts in one array; no draft goes beyond it."""
+"""Marks the start of each of several texts in one array; no draft crosses it."""
 MAX_MATCH = 16
-"""Longest match that is looked for: a longer one says no more."""
+"""Longest match that is searched for: a longer one is no better evidence."""
 MIN_MATCH = 2
 MAX_MATCHES = 32
-"""Most matches of `MIN_MATCH` tokens that are looked at, the latest."""
+"""Most matches of `MIN_MATCH` tokens that are used: the latest ones."""
 MAX_LENGTH_CLASS = 4
 MAX_COUNT_CLASS = 3
 
 
 def continuation(text: "array[int]", last: Sequence[int], max_tokens: int) -> Draft:
-    """Return what most often followed the longest matches of the `last` tokens in a text, token by token; of equally
-    frequent tokens the one that occurred last.
+    """Return the tokens that most often followed the longest matches of the `last` tokens in a text, one by one; among
+    equally frequent tokens, the one that occurred last.
 
     Evidence of a token: the classes of its match's length, of the number of matches, and of its share of them.
 
@@ -54,7 +54,7 @@ def _matches(text: "array[int]", last: Sequence[int]) -> tuple[list[int], int]:
     """Return the places after the longest matches of the last tokens, latest first, and the length of the matches."""
     if len(last) < MIN_MATCH or len(text) <= MIN_MATCH:
         return [], 0
-    # A view: the text cannot grow while it is there.
+    # A view: the text cannot grow while the view exists.
     tokens = np.frombuffer(text, np.int32)
     found = np.flatnonzero((tokens[1:-1] == last[-1]) & (tokens[:-2] == last[-2]))
     ends: list[int] = (found + MIN_MATCH)[: -MAX_MATCHES - 1 : -1].tolist()
