@@ -1,8 +1,8 @@
 """Adapter loader: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
-The engine orders and polls; it never waits. A failure is a report like any other, with the reason. Loads have threads
-of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads. One that the
-disk does not return in time fails (`disk_threads.py`).
+The engine gives orders and polls for reports; it never waits. A failure is a report like any other, with the reason.
+Loads have their own threads, so a slow disk delays no copies, and up to `PARALLEL_LOADS` slow loads delay no other
+loads. A load that the disk does not return in time fails (`disk_threads.py`).
 """
 
 import logging
@@ -35,7 +35,7 @@ WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
 
 
 class Done(Enum):
-    """Name what a report is about."""
+    """Name the event that a report is about."""
 
     LOADED = "loaded"
     COPIED = "copied"
@@ -52,19 +52,19 @@ class LoaderReport:
     nbytes: int = 0
     # Whether a load had to read the disk.
     from_disk: bool = False
-    # Why it failed, for clients.
+    # Why it failed, as text for clients.
     error: str = ""
-    # What the failure means to the requests that wait, if there is a code for it.
+    # Refusal of the requests that wait, if there is a code for the failure.
     refusal: Refusal | None = None
-    # Why it failed in a word, for counting.
+    # Why it failed, in one word for the counters.
     reason: str = "other"
 
 
 class Loader(Protocol):
     """Read adapters into host memory and copy them into the pool, on `AdapterManager`'s orders.
 
-    A host copy is pinned in the host cache from the end of its load to the end of its copy, or to its cancel. A loader
-    keeps its queues of work and the keys that it has pinned; where an adapter is, `AdapterManager` knows.
+    A host copy is pinned in the host cache from the end of its load until its copy has ended or is cancelled. A loader
+    owns its work queues and the keys that it has pinned; `AdapterManager` owns where each adapter is.
     """
 
     def load(self, key: AdapterKey) -> None:
@@ -74,17 +74,17 @@ class Loader(Protocol):
         """Begin to fill the pages of an adapter that was reported LOADED."""
 
     def cancel(self, key: AdapterKey) -> None:
-        """Stop a load, or unpin the host copy that it has left. No report follows."""
+        """Stop a load, or unpin its host copy. No report follows."""
 
     def poll(self) -> list[LoaderReport]:
         """Return the reports since the last call; never waits."""
 
     def close(self) -> None:
-        """Begin nothing more, drop what is queued and unpin every host copy."""
+        """Begin no more work, drop what is queued and unpin every host copy."""
 
 
 class InlineLoader:
-    """Do what was ordered in `poll`, in the caller's thread. What Ctrl-C ends is done again."""
+    """Execute the orders in `poll`, in the caller's thread. Work that Ctrl-C interrupts is done again."""
 
     def __init__(self, source: HostAdapterStore, write: WriteAdapter) -> None:
         self._source = source
@@ -137,12 +137,12 @@ class _Load:
     """Hold an entry of the load queue: waiting for a thread, being read, or read and not polled yet."""
 
     key: AdapterKey
-    # Ordered by the engine; otherwise a prefetch, which is not reported.
+    # Whether the engine ordered it; otherwise it is a prefetch, which is not reported.
     is_requested: bool = True
     is_cancelled: bool = False
-    # Took too long; stops at the next piece that the disk returns.
+    # Whether it took too long; it then stops at the next piece that the disk returns.
     is_given_up: bool = False
-    # What to report in place of a load that finds a prefetched adapter.
+    # The report of the prefetch, which replaces that of a load that finds its adapter.
     prefetched: LoaderReport | None = None
     report: LoaderReport | None = None
 
@@ -150,11 +150,11 @@ class _Load:
 class ThreadedLoader:
     """Load and copy in threads; call `on_ready` from them whenever a report can be polled.
 
-    `prefetch` and `read_stats` may be called from any thread, everything else from the engine's only.
+    `prefetch` and `read_stats` may be called from any thread, everything else only from the engine's.
 
     Args:
         load_timeout_s: a load that takes longer fails; None sets no limit.
-        place: as of `DiskThreads`.
+        place: as for `DiskThreads`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ThreadedLoader:
         self._source = source
         self._write = write
         self._on_ready = on_ready
-        # Reentrant: a load that is refused at once has ended before it is submitted.
+        # Reentrant: a load that is refused at once calls back within `submit`.
         self._lock = threading.RLock()
         self._is_closed = False
         self._loads: dict[AdapterKey, _Load] = {}
@@ -180,9 +180,9 @@ class ThreadedLoader:
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
     def prefetch(self, key: AdapterKey) -> None:
-        """Begin to read an adapter into the host cache that a request on its way to the engine will need.
+        """Begin to read an adapter into the host cache, for a request on its way to the engine.
 
-        It is neither pinned nor reported, unless `load` asks for it meanwhile. Do nothing if the queue is full.
+        The adapter is neither pinned nor reported, unless `load` is called meanwhile. Do nothing if the queue is full.
         """
         if self._source.is_on_host(key):
             return
@@ -207,7 +207,7 @@ class ThreadedLoader:
         with self._lock:
             load = self._loads.pop(key, None)
             if load is not None:
-                load.is_cancelled = True  # one that still runs unpins its host copy itself
+                load.is_cancelled = True  # a load that still runs unpins its host copy itself
             was_read = load is not None and load.report is not None and load.report.done is Done.LOADED
         if was_read or key in self._pinned:
             self._pinned.discard(key)
@@ -243,7 +243,7 @@ class ThreadedLoader:
             self._source.unpin(self._pinned.pop())
 
     def read_stats(self) -> DiskReadStats:
-        """Return the counts of loads that were given up."""
+        """Return the counts of abandoned loads."""
         return self._load_threads.stats()
 
     def _submit(self, load: _Load) -> None:
@@ -280,8 +280,8 @@ class ThreadedLoader:
         self._on_ready()
 
     def _remember(self, report: LoaderReport) -> None:
-        """Keep the report of a prefetch: the load that follows finds the adapter in host memory, but it came from
-        disk."""
+        """Keep the report of a prefetch for the load that follows. That load finds the adapter in host memory, but it
+        came from disk."""
         if report.done is Done.LOADED and report.from_disk:
             self._prefetched[report.key] = report
             if len(self._prefetched) > MAX_REMEMBERED:
@@ -302,7 +302,7 @@ def _load(source: HostAdapterStore, key: AdapterKey, is_cancelled: Callable[[], 
 
 
 def _copy(source: HostAdapterStore, write: WriteAdapter, key: AdapterKey, placed: PlacedAdapter) -> LoaderReport:
-    """Fill an adapter's pages from its pinned host copy, and unpin that."""
+    """Fill an adapter's pages from its pinned host copy, and unpin the copy."""
     begun = time.perf_counter()
 
     def fill() -> LoaderReport:
@@ -328,7 +328,7 @@ def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport
         _LOG.exception("reading adapter %s failed", key)
         return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}", reason="disk")
     except Exception as error:
-        # A bad adapter must not end a loader thread and every later load with it; the log has the trace.
+        # A bad adapter must not end a loader thread and with it every later load; the log has the trace.
         _LOG.exception("loading adapter %s failed", key)
         if is_out_of_memory(error):
             return LoaderReport(key, Done.FAILED, error=TOO_LITTLE, refusal=Refusal.MEMORY, reason="memory")

@@ -1,5 +1,5 @@
-"""Adapter packing: PEFT's matrices to panels in host memory, once per adapter and layout, ready to be copied to
-pages."""
+"""Adapter packing: convert PEFT's matrices to panels in host memory, ready to be copied to pages, once per adapter and
+layout."""
 
 import math
 from collections.abc import Sequence
@@ -43,15 +43,15 @@ class PackedAdapter:
 def pack_adapter(
     base: ModelWeights, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype
 ) -> PackedAdapter:
-    """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`, or to int8 if it is so stored.
+    """Pack an adapter's panels end to end, layer by layer, with weights rounded to `dtype`, or in int8 if so stored.
 
-    Of a base that is a rank's part, the panels have its layers, inputs and outputs only; `weights` are whole.
+    If the base is a rank's part, the panels have only its layers, inputs and outputs; `weights` are whole.
 
-    In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
-    interpreter. Gains and shifts (`adapter_vectors`) are computed from the base's weights.
+    NumPy is used because its calls cost a fraction of torch's: between two copies of a loader thread, the engine waits
+    for the GIL. Gains and shifts (`adapter_vectors`) are computed from the base's weights.
 
     Raises:
-        AdapterInvalid: it holds a norm that this base cannot have.
+        AdapterInvalid: it contains a norm that this base cannot have.
     """
     spec = base.spec
     data = np.zeros((layout.num_slabs, layout.slab_bytes), dtype=np.uint8)
@@ -79,7 +79,7 @@ def pack_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """Hold one module's matrices as they are stored: factors [rank] or one, a [rank, in], b [rank, out]."""
+    """Hold one module's stored matrices: factors [rank] or a scalar, a [rank, in], b [rank, out]."""
 
     rank: int
     factors: Array | float
@@ -119,7 +119,8 @@ def _pack_site(
 def _pack_ends(
     data: Bytes, layout: AdapterLayout, head: _Module | None, embedding: _Module | None, blocks: VocabBlocks
 ) -> None:
-    """Pack what lies outside the layers: whole matrices into slab 0, a block of those of the vocabulary into each."""
+    """Pack the parts outside the layers: whole matrices into slab 0, and of those with a vocabulary axis one block into
+    each slab."""
     assert layout.ends is not None
     for slab, sites in enumerate(layout.ends.panels):
         offsets = layout.packed_offsets[layout.num_layers + slab].tolist()
@@ -143,7 +144,7 @@ def _pack_rows(
     modules: tuple[str, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Pack own rows of the vocabulary, of the modules of each site, block by block."""
+    """Pack the adapter's own rows of the vocabulary, for the modules of each site, block by block."""
     assert rows.row_tokens is not None
     first = len(layout.packed_offsets) - rows.num_layers
     for layer, (slab, sites) in enumerate(zip(rows.slabs, rows.panels, strict=True)):
@@ -155,7 +156,7 @@ def _pack_rows(
 
 
 def _block(matrix: Array, blocks: VocabBlocks, index: int) -> Array:
-    """Return a block of a matrix [rank, V]; columns that the block does not own are 0."""
+    """Return one block of a matrix [rank, V]; columns outside the block's own are 0."""
     block, owned = np.zeros((len(matrix), blocks.width), dtype=matrix.dtype), blocks.owned(index)
     first = owned.start - blocks.start(index)
     block[:, first : first + len(owned)] = matrix[:, owned.start : owned.stop]
@@ -169,7 +170,7 @@ def _pack_vectors(row: Bytes, offsets: list[int], indices: list[int], vectors: S
 
 
 def _write_panels(row: Bytes, offsets: list[int], panels: Panels, first: int, matrix: Array) -> None:
-    """Copy a matrix to the panels' rows that begin at `first`."""
+    """Copy a matrix to the panels' rows from `first` on."""
     start = 0
     for index, count in panels:
         begin, end = max(first, start), min(first + len(matrix), start + count)
@@ -185,7 +186,7 @@ def _target(row: Bytes, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def _converted(array: Array, dtype: torch.dtype) -> Array:
-    """Convert a stored matrix to the adapter dtype; bf16 is its bits in uint16, stored and converted alike."""
+    """Convert a stored matrix to the adapter dtype. bf16 numbers are their bits in uint16, before and after."""
     is_bf16 = array.dtype == np.uint16
     if is_bf16 and dtype == torch.bfloat16:
         return array

@@ -1,9 +1,9 @@
-"""Rows of the vocabulary that an adapter has as its own: those of its file that are not the base's.
+"""An adapter's own rows of the vocabulary: the rows of its file that differ from the base's.
 
-A row of a trained copy is the base's if it holds the same floats: those of the base's file, or those that are served. A
-row of the base's own table, which PEFT saves beside LoRA of it and never trains, is the base's, too, if it differs from
-what a quantized base serves by no more than its rounding may: an adapter fits any quantization of the base that it was
-trained on. Rows that are not the base's are served as the file has them, in the adapter dtype.
+A row of a trained copy is the base's if it has the same floats as the base's file or as the served base. PEFT also
+saves the base's table beside LoRA on it, without training it. Such a row counts as the base's, too, if it differs from
+the served quantized row by no more than rounding may: an adapter fits any quantization of the base that it was trained
+on. Own rows are served as in the file, in the adapter dtype.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from lorasrv.models.lora_sites import HEAD, TokenIds
 from lorasrv.worker.weights import ONE_AT_A_TIME, ModelWeights, row_prints
 
 ROUNDING = 0.1
-"""Most that a row of a quantized base differs from the row of the base that it was made of, relative: 4 bits change
-rows of normal numbers by 7.6 % in groups of 32, 8 bits by 0.5 %."""
+"""Largest relative difference between a row of a quantized base and its original: 4 bits change rows of normally
+distributed numbers by 7.6 % in groups of 32, 8 bits by 0.5 %."""
 CHUNK_ROWS = 4096
 
 
 def own_tokens(base: ModelWeights, adapter: AdapterWeights, dtype: torch.dtype) -> tuple[TokenIds, TokenIds]:
-    """Return the tokens whose rows the adapter has as its own, in the head and in the embedding, ascending.
+    """Return the tokens for which the adapter has its own rows, in the head and in the embedding, ascending.
 
     Raises:
-        AdapterInvalid: they take too many bytes.
+        AdapterInvalid: the rows take too many bytes.
     """
     embedding = base.spec.names.embedding
     head, embedded = (_own_tokens(base, adapter, module, dtype) for module in (HEAD, embedding))
@@ -44,7 +44,7 @@ def own_tokens(base: ModelWeights, adapter: AdapterWeights, dtype: torch.dtype) 
 
 
 def rows_of(adapter: AdapterWeights, module: str, tokens: TokenIds) -> Array:
-    """Return the adapter's rows [N, H] of tokens that are its own, in the type of its file."""
+    """Return the adapter's own rows [N, H] of these tokens, in the dtype of its file."""
     parts = [(own, rows) for own, rows in zip(adapter.spec.rows, adapter.rows, strict=True) if own.module == module]
     found: Array | None = None
     for own, rows in parts:
@@ -85,7 +85,7 @@ def _own_tokens(base: ModelWeights, adapter: AdapterWeights, module: str, dtype:
 def _differ(
     base: ModelWeights, own: VocabRows, tokens: TokenIds, rows: Array, dtype: torch.dtype
 ) -> Iterator[npt.NDArray[np.bool_]]:
-    """Yield for each row whether it is another than the base's, chunk by chunk."""
+    """Yield, chunk by chunk, whether each row differs from the base's."""
     is_head = own.module == HEAD and not base.spec.tied_head
     table = base.head.dequantize() if is_head else None
     prints = base.row_prints.get(HEAD if is_head else base.spec.names.embedding)

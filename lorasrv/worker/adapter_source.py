@@ -1,4 +1,4 @@
-"""Host adapter store: an adapter's layout, and its packed weights from the host cache or the store."""
+"""Host adapter store: the layouts of adapters, and their packed weights from the host cache or the store."""
 
 import threading
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from sgmv_kernels.formats.adapter_panels import LAYOUT_VERSION, AdapterLayout
 
 NUM_CACHED_LAYOUTS = 1024
 NUM_KINDS = 64
-"""Most distinct layouts kept. Thousands of adapters have the same ranks: they share one of tens of KB."""
+"""Most distinct layouts kept. Thousands of adapters have the same ranks and share one layout of tens of KB."""
 
 
 class HostAdapterStore:
-    """Read adapters. Called from loader threads, the engine's and the event loop's workers at once."""
+    """Read adapters. Loader threads, the engine's thread and workers of the event loop may call it concurrently."""
 
     def __init__(
         self, store: AdapterStore, host_cache: HostCache[PackedAdapter], base: ModelWeights, dtype: torch.dtype
@@ -34,14 +34,14 @@ class HostAdapterStore:
         self._base = base
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
-        # Number of Medusa heads, and of tokens, as `vocab_size`.
+        # (number of Medusa heads, number of tokens as in `vocab_size`).
         self._sizes: LRUCache[AdapterKey, tuple[int, int]] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
 
     @property
     def place(self) -> str:
-        """Return where adapters are read that the host cache does not have, for messages."""
+        """Return where adapters missing from the host cache are read, for messages."""
         registry = self._store.feed.follows
         return DISK if registry is None else f"the registry at {registry} or {DISK}"
 
@@ -63,8 +63,8 @@ class HostAdapterStore:
         return self._store.hold(key)
 
     def terms(self, key: AdapterKey) -> tuple[tuple[AdapterKey, float], ...]:
-        """Return what is loaded for an adapter, with weights: itself, or the contents of a sum that is not stored. The
-        first call may read the disk.
+        """Return the keys that are loaded for an adapter, with weights: its own, or those of the contents of a sum that
+        is not stored. The first call may read the disk.
 
         Raises:
             NotComposable: the sum cannot be served.
@@ -85,7 +85,8 @@ class HostAdapterStore:
         return self._layout(key, None)
 
     def _layout(self, key: AdapterKey, weights: AdapterWeights | None) -> AdapterLayout:
-        """Return a layout; of an adapter with rows of the vocabulary it takes the weights, which are read if None."""
+        """Return a layout. For an adapter with rows of the vocabulary this needs the weights, which are read if
+        None."""
         with self._lock:
             known = self._layouts.get(key)
         if known is None:
@@ -97,18 +98,18 @@ class HostAdapterStore:
         return known
 
     def knows_layout(self, key: AdapterKey) -> bool:
-        """Return whether `layout` needs no disk read, nor that of any term of a sum."""
+        """Return whether `layout` needs no disk read for the adapter or for any term of a sum."""
         composition = self._store.compositions.find(key)
         terms = ((key, 1.0),) if composition is None else composition.terms
         with self._lock:
             return key in self._sizes and all(term in self._layouts for term, _ in terms)
 
     def num_draft_heads(self, key: AdapterKey) -> int:
-        """Return how many Medusa heads an adapter has. May read the disk, as `layout`."""
+        """Return how many Medusa heads an adapter has. May read the disk, like `layout`."""
         return self._sizes_of(key)[0]
 
     def vocab_size(self, key: AdapterKey) -> int:
-        """Return how many tokens an adapter has, 0 if as many as the base. May read the disk, as `layout`."""
+        """Return how many tokens an adapter has; 0 if as many as the base. May read the disk, like `layout`."""
         return self._sizes_of(key)[1]
 
     def _sizes_of(self, key: AdapterKey) -> tuple[int, int]:
@@ -160,7 +161,7 @@ class HostAdapterStore:
         self._host_cache.unpin(self._cache_key(key))
 
     def _layout_of(self, spec: AdapterSpec, weights: AdapterWeights | None) -> AdapterLayout:
-        """Return a layout; `weights` are given where the adapter has rows of the vocabulary."""
+        """Return a layout; `weights` must be given if the adapter has rows of the vocabulary."""
         tokens = None if weights is None else own_tokens(self._base, weights, self._dtype)
         return adapter_layout(self._base.spec, spec, self._dtype.itemsize, tokens)
 

@@ -1,4 +1,4 @@
-"""Choose the kernels and the weight format that a base is served with."""
+"""Choose the kernels and the weight format of a base."""
 
 import logging
 
@@ -17,10 +17,10 @@ from sgmv_kernels.ops import Ops
 
 logger = logging.getLogger(__name__)
 PROBED_WIDTH = 2048
-"""Narrower models gain less from bf16 copies of their linears than was measured (`linear_autotune`)."""
+"""Width for which bf16 copies of linears were measured (`linear_autotune`); narrower models gain less."""
 MAX_COPIES_SHARE = 0.2
-"""Largest share of free memory for bf16 copies of the base's linears: two bytes a weight, which is also what a token
-costs in operations. 4-bit weights grow to five times their size with a copy."""
+"""Largest share of free memory for bf16 copies of the base's linears. A copy takes two bytes per weight, as many as a
+token takes operations per weight. 4-bit weights grow to five times their size with a copy."""
 _OWN_FORMAT = "--quantized-weights fixes format and group"
 
 
@@ -28,7 +28,7 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
     """Return the format to serve in; "auto" takes the one that fits the checkpoint best.
 
     Raises:
-        UnsupportedFormat: an unknown format or group, one that the model's linears do not fit, or another than that of
+        UnsupportedFormat: the format or group is unknown, does not fit the model's linears, or differs from that of
             --quantized-weights.
     """
     asked = options.quantization

@@ -1,13 +1,14 @@
 """CUDA graphs: steps as one replay instead of a thousand launches.
 
-A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets of steps of
-single tokens: rows, parts of keys, rank; of steps with prompts or chains of drafts besides: rows of all tokens, by
-`MIXED_ROWS`. Rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket belong to
-no request and write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed without a
-graph: the device takes longer for a large one than the host, which launches ahead.
+A graph is captured when its bucket is first needed, after that step has been computed without one. The bucket of a step
+of single tokens is given by its rows, its parts of keys and its rank. For steps with prompts or chains of drafts, the
+rows of all tokens (`MIXED_ROWS`) are added. Rank 0 is a graph without adapters, so steps on the base do not pay for
+them. Padding rows of a bucket belong to no request and write to the scratch page (`DevicePool.scratch_page`). A step
+that fits no bucket is computed without a graph: for a large step the device takes longer than the host, which launches
+ahead.
 
-A replay reads the addresses of the capture, so whatever a captured pass reads outlives its graph: weights, pool and
-rotary tables, the output that all graphs share, and the static tensors of its bucket.
+A replay reads the addresses of the capture, so everything that a captured pass reads must outlive its graph: weights,
+pool and rotary tables, the output that all graphs share, and the static tensors of its bucket.
 
 Source: graphs by bucket of rows, vLLM; separate graphs without adapters, SGLang.
 """
@@ -38,19 +39,19 @@ BUCKET_STEP = 32
 MIXED_ROWS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of steps with prompts or drafts."""
 MIXED_SEQUENCES = (16, 64, 256)
-"""Sequences of such steps, or rows with logits if they are more, besides as many as may run."""
+"""Sequences of such steps, or rows with logits if there are more of these; `max_num_seqs` is added to the list."""
 LONG_PROMPTS = 8
-"""Prompts of such a step that end with a tile that is not full."""
+"""Most prompts of such a step that end with a partial tile."""
 PARTS = (1, 4, 16, 64)
-"""Items of attention per sequence, on average; 1 where no keys are cut."""
+"""Average number of attention work items per sequence; 1 if no keys are split."""
 MAX_ITEMS = 8192
-"""Most parts of keys in a graph: each has a partial result of some 64 KiB, in memory that all graphs share."""
+"""Most parts of keys in a graph. Each has a partial result of some 64 KiB, in memory that all graphs share."""
 RANKS = (0, 16, 32, 64, 128, 256)
 MAX_GRAPHS = 96
 MAX_CONTEXT = 16384
-"""Longest context with graphs: page tables are copied at their full capacity every step."""
+"""Longest context with graphs, because every step copies page tables at their full capacity."""
 RETRY_STEPS = 4096
-"""Steps until a bucket whose capture failed is captured again: memory is short for a while, or for good."""
+"""Steps until a bucket whose capture failed is captured again: the shortage of memory may be temporary."""
 logger = logging.getLogger(__name__)
 Forward = Callable[[ForwardBatch], Tensor]
 
@@ -71,7 +72,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may allocate and copy meanwhile: the rules of a capture bind this thread's calls only.
         capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-        # A capture that cannot be ended leaves its own stream current; the outer block takes that back.
+        # A capture that fails leaves its own stream current; the outer block restores the previous one.
         with torch.cuda.stream(torch.cuda.current_stream()), capture:
             self.output = compute()
 
@@ -86,7 +87,8 @@ def cuda_recorder() -> Callable[[Callable[[], Tensor]], Recorded]:
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the rows of single tokens that have graphs, and the sequences; the last one holds the largest step."""
+    """Return the numbers of rows, or sequences, of single-token steps that have graphs; the last fits the largest
+    step."""
     large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_num_seqs + BUCKET_STEP, BUCKET_STEP)
     every = (*SMALL_BUCKETS, *large)
     return every[: next(i for i, rows in enumerate(every) if rows >= max_num_seqs) + 1]
@@ -94,7 +96,7 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Hold the static tensors that a captured pass reads, as long as its graph."""
+    """Hold the static tensors that a captured pass reads; they live as long as its graph."""
 
     plans: StaticPlans
     recorded: Recorded | None = None
@@ -131,7 +133,7 @@ class GraphedSteps:
         self._shape = self._dims.shape
         self._buckets: dict[StaticCapacity, _Bucket] = {}
         self._num_steps = 0
-        # Of buckets whose capture failed: the step from which it is tried again.
+        # For each bucket whose capture failed, the step from which it is tried again.
         self._retry_at: dict[StaticCapacity, int] = {}
         # One for all graphs: at 64 rows the logits of a large vocabulary are 33 MB, and there may be many graphs.
         shape = self._rows[-1], spec.vocab_size
@@ -143,7 +145,7 @@ class GraphedSteps:
         """Compute a step if it has a graph.
 
         Args:
-            last: the step before, whose tokens the pending ones are.
+            last: the previous step, which samples the pending tokens.
         Returns:
             Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
         """
@@ -172,7 +174,7 @@ class GraphedSteps:
         return logits[: len(rows.logit_rows)], tuple(s for s in rows.requests if s.samples)
 
     def _capacity_for(self, rows: StepRows, work: Work) -> StaticCapacity | None:
-        """Return the smallest bucket that a step fits; None if there is none."""
+        """Return the smallest bucket that fits a step; None if there is none."""
         if rows.parents or any(s.prompt_rows or s.num_observed for s in rows.requests):
             return None
         if len(rows.row_terms) > 1 or any(a.layout.vectors or a.layout.ends or a.layout.rows for a in rows.adapters):
@@ -194,7 +196,8 @@ class GraphedSteps:
         return StaticCapacity(num_rows, sequences, self._max_pages, sequences * parts, most_long, parts > 1, rank)
 
     def _bucket(self, capacity: StaticCapacity) -> _Bucket:
-        """Return the tensors of a bucket; they are made if it is new, in place of the one unused for longest."""
+        """Return the tensors of a bucket. Those of a new bucket replace the least recently used if there are too
+        many."""
         bucket = self._buckets.pop(capacity, None)
         if bucket is None:
             if len(self._buckets) >= MAX_GRAPHS:
@@ -204,13 +207,13 @@ class GraphedSteps:
         return bucket
 
     def _capture(self, capacity: StaticCapacity, bucket: _Bucket) -> Tensor:
-        """Compute the step that a bucket holds, and capture a graph for those that follow."""
+        """Compute the step that a bucket holds, and capture a graph for later steps."""
         plans = bucket.plans
         assert plans.attention is not None
         assert plans.lora is not None
         tables = StepTables(plans.attention, plans.lora, plans.logit_rows)
         batch = ForwardBatch(plans.token_ids, plans.positions, tables, ())
-        # Compiles kernels, which a capture cannot; its result is this step's.
+        # This pass compiles kernels, which a capture cannot do; its result is this step's.
         logits = self._forward(batch)
         target = self._logits[: capacity.sequences]
         try:

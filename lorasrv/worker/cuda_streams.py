@@ -1,7 +1,7 @@
 """A CUDA stream of adapter copies beside running steps.
 
-No step waits for a copy: the copy's stream waits for the page operations that freed its pages, and the copying thread
-waits for the copy before it is reported.
+No step waits for a copy. The copy's stream waits for the page operations that freed the pages, and the copying thread
+waits for the copy before it reports it.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 RING_BYTES = 32 << 20
 RING_SLOTS = 2
 Piece = tuple[Tensor, Tensor]
-"""(source on the host, target on the device), both uint8 and of one size."""
+"""(source on the host, target on the device), both uint8 and of the same size."""
 
 
 class StagingRing:
-    """Copy through pinned buffers in turn: one is filled while another is being sent. For one copying thread.
+    """Copy through alternating pinned buffers: one is filled while another is being sent. For one copying thread.
 
-    `arranged` marks where the engine's stream has done the newest page operations.
+    `arranged` marks the point in the engine's stream after the newest page operations.
     """
 
     def __init__(self, device: torch.device, slot_bytes: int = RING_BYTES // RING_SLOTS) -> None:
@@ -28,14 +28,14 @@ class StagingRing:
         self.arranged = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark_arranged(self) -> None:
-        """Order every later copy behind the work given to the calling thread's stream so far."""
+        """Order every later copy after the work submitted to the calling thread's stream so far."""
         self.arranged.record()
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Copy every piece; return when the device has all of them.
 
         Raises:
-            Exception: a piece could not be copied; nothing is being written any more.
+            Exception: a piece could not be copied; no write is in progress any more.
         """
         try:
             with torch.cuda.stream(self._stream):

@@ -1,9 +1,9 @@
 """Device: where a model computes, its activation dtype and free memory, and which threads compute in parallel.
 
-Only the engine thread computes in parallel. Every thread that runs a parallel product of torch's gets its own OpenMP
-team. As soon as all teams together outnumber the processors, libgomp lets waiting threads sleep at once instead of
-spinning for a moment, and a step of hundreds of small products takes four times as long
-(docs/benchmarks/steps.md#threads). So threads that load models or adapters compute alone.
+Only the engine thread computes in parallel. Every thread that runs a parallel torch product gets its own OpenMP team.
+As soon as the teams together have more threads than there are processors, libgomp lets waiting threads sleep at once
+instead of spinning for a moment, and a step of hundreds of small products takes four times as long
+(docs/benchmarks/steps.md#threads). So threads that load models or adapters compute single-threaded.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,18 @@ ENGINE_THREADS = torch.get_num_threads()
 
 
 def compute_alone() -> None:
-    """Restrict the calling thread to itself. Call it before the thread's first product."""
+    """Make the calling thread compute single-threaded. Call this before the thread's first product."""
     _set_num_threads(1)
 
 
 def compute_in_parallel() -> None:
-    """Give the calling thread, the engine's, all processors."""
+    """Let the calling thread, the engine's, use all processors."""
     _set_num_threads(ENGINE_THREADS)
 
 
 def find_best_team(ops: Ops, limit: int) -> None:
-    """Give the calling thread, the engine's, as many threads as these kernels are fastest with, up to a limit."""
+    """Give the calling thread, the engine's, the number of threads at which these kernels are fastest, up to a
+    limit."""
     _set_num_threads(ops.best_threads(limit))
 
 
@@ -40,10 +41,10 @@ def _set_num_threads(count: int) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `--device` means here; `auto` is CUDA where torch sees it.
+    """Return the device that `--device` names; `auto` is CUDA if torch sees it.
 
     Raises:
-        ConfigError: `cuda` was asked for, and there is none.
+        ConfigError: `cuda` was requested, but there is none.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -53,13 +54,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of activations: fp32 on a CPU (ARCHITECTURE.md says why), else `dtype`."""
+    """Return the dtype of activations: fp32 on a CPU (for the reason see ARCHITECTURE.md), else `dtype`."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Hold the bytes of a device's memory, which on a CPU is the host's."""
+    """Hold the bytes of a device's memory; on a CPU, of the host's memory."""
 
     free: int
     total: int
@@ -67,12 +68,12 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device, num_ranks: int = 1) -> "DeviceMemory":
-        """Measure now; torch's cached blocks count as free. Ranks have a GPU each, and count as if all were like the
-        fullest."""
+        """Measure now; torch's cached blocks count as free. Every rank has a GPU, and all count as the fullest
+        one."""
         if device.type != "cuda":
             return cls(free_bytes(), total_bytes())
         torch.cuda.empty_cache()
-        # More ranks than GPUs are refused when they are to start.
+        # More ranks than GPUs are refused when they start.
         others = [torch.device("cuda", rank) for rank in range(1, min(num_ranks, torch.cuda.device_count()))]
         free, total = map(min, zip(*map(torch.cuda.mem_get_info, [device, *others]), strict=True))
         return cls(free * num_ranks, total * num_ranks, on_gpu=True)

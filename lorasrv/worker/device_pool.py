@@ -1,8 +1,8 @@
 """Device pool: the bytes behind the page ids, one preallocated buffer `[slabs, num_pages * page_bytes]`.
 
-Each layer that has keys and values of its own has a slab; layers that read those share it. The same page id names a
-block in every slab, so neighbouring ids are neighbours in memory and a panel may span pages. No raw pointer leaves this
-module; views are valid for one step.
+Each layer with its own keys and values has a slab; layers that read these share it. The same page id names a block in
+every slab. Neighbouring ids are neighbours in memory, so a panel may span pages. No raw pointer leaves this module;
+views are valid for one step.
 """
 
 import math
@@ -31,10 +31,10 @@ class DevicePool:
     """Hold the pool's tensor on a device, viewed as KV pages or as raw slabs.
 
     Args:
-        scratch: adds a page behind the pool's, to which rows that only pad a graph write; None: on CUDA, where graphs
-            are.
-        page_bytes: of a page in one slab, if that is more than its keys and values need, so that pages are as large as
-            those of other ranks.
+        scratch: adds a page after the pool's, to which padding rows of a graph write; None: only on CUDA, which has
+            graphs.
+        page_bytes: bytes of a page in one slab, if more than its keys and values need, so that pages have the same size
+            as on other ranks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DevicePool:
 
     @property
     def slabs(self) -> Tensor:
-        """Return all slabs of the pool: uint8 [slabs, bytes], the scratch page included."""
+        """Return all slabs of the pool, including the scratch page: uint8 [slabs, bytes]."""
         return self._slabs
 
     def slab(self, layer: int) -> Tensor:
@@ -88,7 +88,7 @@ class DevicePool:
         return self._kv[self._slab_of[layer]]
 
     def apply(self, ops: Sequence[PageOp]) -> int:
-        """Do page operations in order; return the bytes copied to or from host memory."""
+        """Execute page operations in order; return the bytes copied to or from host memory."""
         swapped = 0
         for op in ops:
             match op:
@@ -115,7 +115,7 @@ class DevicePool:
         return swapped
 
     def copy_slots(self, moves: Sequence[SlotMoves], ops: Ops) -> None:
-        """Move keys and values of sequences, in every slab, by one op; no page that is written has two holders."""
+        """Move keys and values of sequences, in every slab, with one op; no page that is written may be shared."""
         size = self.page_size
         places = [
             (table[source // size], source % size, table[target // size], target % size)
@@ -130,14 +130,15 @@ class DevicePool:
         return len(self._slabs) * self.page_bytes
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """Return pages in host memory: uint8 [P, block bytes]. Between two steps, in their thread."""
+        """Return pages in host memory: uint8 [P, block bytes]. Call it between two steps, in their thread."""
         rows = torch.empty((len(pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
         for row, page in zip(rows, pages, strict=True):
             row.copy_(self._pages[:, page])
         return rows.view(len(pages), self.block_bytes)
 
     def commit(self, slab: int, first_page: int, num_pages: int) -> None:
-        """Have the system give memory to pages of a slab; do nothing on other devices, or if there is no such slab."""
+        """Have the system commit memory for pages of a slab; do nothing if the pool is not on the CPU or has no such
+        slab."""
         if self._ring is None and slab < len(self._slabs):
             start = self._slabs[slab].data_ptr() + first_page * self.page_bytes
             commit(start, num_pages * self.page_bytes)
@@ -145,11 +146,11 @@ class DevicePool:
     def write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
         """Fill pages from host memory.
 
-        May run in another thread than the steps: nothing else uses these pages before it is done.
+        May run in another thread than the steps: nothing else uses these pages until it returns.
 
         Args:
             rows: uint8 [P, block bytes].
-            copies: a row and its page each.
+            copies: (row, page) pairs.
         """
         blocks = rows.view(len(rows), len(self._slabs), self.page_bytes)
         if self._ring is None:
@@ -163,9 +164,9 @@ class DevicePool:
             self._ring.copy(pieces)
 
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
-        """Copy an adapter's panels from host memory to their pages, contiguous pieces as one.
+        """Copy an adapter's panels from host memory to their pages; contiguous pieces are one copy.
 
-        May run in another thread than the steps: nothing else uses these pages before it is done.
+        May run in another thread than the steps: nothing else uses these pages until it returns.
         """
         pieces = [
             (packed.data[slab, source : source + size], self._slabs[slab, target : target + size])

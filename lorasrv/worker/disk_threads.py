@@ -1,7 +1,7 @@
-"""Threads for reads of a disk that may hang: a read that takes too long is given up, and its thread is left behind.
+"""Threads for reads of a disk that may hang: a read that takes too long is abandoned, with its thread.
 
-Nothing can interrupt a thread that waits for a disk. It is replaced, at most `MAX_REPLACED` at a time, and goes on
-working when its read returns after all. The threads are daemons, so that they do not delay the end of the process.
+Nothing can interrupt a thread that waits for a disk. It is replaced, at most `MAX_REPLACED` at a time, and resumes work
+if its read returns after all. The threads are daemons, so that they do not delay the end of the process.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ T = TypeVar("T")
 DISK = "the disk"
 MAX_REPLACED = 8
 CLOSE_WAIT_S = 2.0
-"""Time for reads under way at the end; what still hangs is left behind."""
+"""Seconds that `close` waits for reads under way; reads that still hang are abandoned."""
 _CLOSED = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
 class DiskReadStats:
-    """Count reads that were given up: all of them, and those that have not returned."""
+    """Count abandoned reads: all of them, and those that have not returned."""
 
     num_given_up: int = 0
     num_hung: int = 0
@@ -47,18 +47,18 @@ class _Read:
 
 
 class DiskThreads:
-    """Run reads in threads, those of one key one after another. Any thread may call.
+    """Run reads in threads, those of the same key one after another. Any thread may call it.
 
-    A read that has not returned `timeout_s` after its beginning is given up: its future and those behind it on the same
-    key raise AdapterLoadTimeout, and so does every further read of the key until it returns. Once `MAX_REPLACED`
-    threads are replaced and all others hang too, every read raises it at once, until one returns.
+    A read that has not returned `timeout_s` after its start is abandoned: its future and those queued behind it for the
+    same key raise AdapterLoadTimeout, and so does every later read of the key until the read returns. Once
+    `MAX_REPLACED` threads are replaced and all others hang too, every read raises it at once, until one returns.
 
     Args:
-        num_threads: most reads at a time, without those that were given up.
-        name: of the threads.
+        num_threads: most reads at a time, not counting abandoned ones.
+        name: name of the threads.
         timeout_s: None sets no limit.
         prepare: called first by every thread.
-        place: where reads read, for messages.
+        place: where the data is read from, for messages.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class DiskThreads:
         self._lock = threading.Lock()
         self._has_work, self._has_begun, self._has_ended = (threading.Condition(self._lock) for _ in range(3))
         self._ready: deque[_Read] = deque()
-        # In the order of their beginnings.
+        # In the order of their starts.
         self._running: dict[_Read, None] = {}
-        # Key of every read that is ready or running -> those behind it.
+        # Key of every read that is ready or running -> the reads queued behind it.
         self._behind: dict[Hashable, deque[_Read]] = {}
         self._hung: set[Hashable] = set()
         self._num_threads = self._num_idle = self._num_given_up = 0
@@ -88,9 +88,9 @@ class DiskThreads:
         """Begin a read as soon as a thread is free.
 
         Args:
-            on_late: called with the result of a read that returned after it was given up.
-        Returns: the result; AdapterLoadTimeout if the read was given up, or not begun because the disk hangs or after
-            `close`.
+            on_late: called with the result of a read that returned after it was abandoned.
+        Returns: the future result; AdapterLoadTimeout if the read was abandoned, or not begun because the disk hangs or
+            after `close`.
         """
         read = _Read(key, work, on_late)
         with self._lock:
@@ -108,12 +108,12 @@ class DiskThreads:
         return read.result
 
     def stats(self) -> DiskReadStats:
-        """Return the counts of reads that were given up."""
+        """Return the counts of abandoned reads."""
         with self._lock:
             return DiskReadStats(self._num_given_up, len(self._hung))
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
-        """Fail the reads that wait, and those that do not return in time."""
+        """Fail the queued reads, and those that do not return in time."""
         with self._lock:
             self._is_closed = True
             failed = [*self._ready, *(read for behind in self._behind.values() for read in behind)]
@@ -128,7 +128,7 @@ class DiskThreads:
 
     @property
     def _is_exhausted(self) -> bool:
-        """Return whether all threads hang, and none may be replaced any more."""
+        """Return whether all threads hang and no more may be replaced."""
         return len(self._hung) == self._num_threads >= self._most + MAX_REPLACED
 
     @property
@@ -142,7 +142,7 @@ class DiskThreads:
         self._has_work.notify()
 
     def _start_thread(self) -> None:
-        """Start one more thread, if there may be one."""
+        """Start one more thread, if allowed."""
         if self._num_usable < self._most and self._num_threads < self._most + MAX_REPLACED:
             self._num_threads += 1
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -158,7 +158,7 @@ class DiskThreads:
             pass
 
     def _run_next(self) -> bool:
-        """Run the next read, and keep no reference to it: it holds an adapter in the store. Return False at the end."""
+        """Run the next read; return False at the end. Keep no reference to it, as it holds an adapter in the store."""
         read = self._next()
         if read is None:
             return False
@@ -172,12 +172,12 @@ class DiskThreads:
                 read.result.set_result(result)
             else:
                 read.on_late(result)
-        # An error's traceback has this frame, and would keep the read, which has the error.
+        # An error's traceback has this frame, and would keep the read alive, which has the error.
         del read
         return True
 
     def _next(self) -> _Read | None:
-        """Begin the next read and return it; None if the thread is not needed any more."""
+        """Begin the next read and return it; None if the thread is no longer needed."""
         with self._lock:
             while True:
                 self._num_idle += 1
@@ -218,7 +218,7 @@ class DiskThreads:
             pass
 
     def _watch_oldest(self) -> bool:
-        """Give the oldest read up when its time is over, and keep no reference to it. Return False at the end."""
+        """Abandon the oldest read when its time is over; return False at the end. Keep no reference to it."""
         with self._lock:
             self._has_begun.wait_for(lambda: self._running or self._is_closed)
             if self._is_closed:
@@ -233,7 +233,7 @@ class DiskThreads:
         return True
 
     def _give_up(self, read: _Read) -> list[_Read]:
-        """Leave a read's thread behind and replace it; return the reads that fail with it."""
+        """Abandon a read and replace its thread; return the reads that fail with it."""
         del self._running[read]
         read.is_given_up = True
         self._hung.add(read.key)

@@ -1,7 +1,7 @@
 """Draft heads: Medusa heads of the base and of adapters, ready to compute.
 
-Those of an adapter are read beside the steps, one after another. Until they are there, and while others take their
-memory, the adapter's answers are drafted by the base's heads, or by none.
+The heads of an adapter are read while steps run, one adapter after another. Until they are loaded, or while other heads
+take their memory, the base's heads draft the adapter's answers, or none do.
 
 Source: Medusa (Cai et al. 2024, arXiv:2401.10774), heads beside adapters after LoRAX.
 """
@@ -33,7 +33,7 @@ from lorasrv.worker.disk_threads import DiskThreads
 _LOG = logging.getLogger(__name__)
 READ_TIMEOUT_S = 60.0
 READ_AGAIN_S, RETRY_S = 60.0, 600.0
-"""Seconds from one read of the same heads to the next, if others have taken their memory, and after one that failed."""
+"""Seconds between two reads of the same heads: if other heads have taken their memory, and after a failed read."""
 MAX_REMEMBERED = 4096
 
 
@@ -63,7 +63,7 @@ class MedusaHeads:
         return sum(w.nbytes + (0 if b is None else b.nbytes) for head in self.heads for w, b in head)
 
     def guess(self, states: Tensor, depth: int) -> Tensor:
-        """Return what the output layer reads to guess the token `depth` places behind the next one.
+        """Return the output layer's input for guessing the token `depth` places after the next one.
 
         Args:
             states: [N, H] normed last hidden states.
@@ -76,10 +76,10 @@ class MedusaHeads:
 
 
 def read_heads(path: Path, hidden_size: int) -> HeadArrays:
-    """Read the heads of the base from a file, or from the one that a folder holds.
+    """Read the heads of the base from a file, or from the file `HEADS_NAME` in a folder.
 
     Raises:
-        ConfigError: there are none, or they do not fit the base.
+        ConfigError: there are no heads, or they do not fit the base.
     """
     file_path = path / HEADS_NAME if path.is_dir() else path
     problems = ProblemList()
@@ -105,7 +105,7 @@ class DraftHeads:
     Args:
         base: heads of the base.
         read: reads the heads of an adapter, float32; None: there are no adapters.
-        max_bytes: memory for the heads of adapters; the least recently used go first.
+        max_bytes: memory for the heads of adapters; the least recently used are dropped first.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class DraftHeads:
         self._base, self._read = base, read
         self._dtype, self._device = dtype, device
         self._loaded: LRUCache[AdapterKey, MedusaHeads] = LRUCache(max_bytes, getsizeof=lambda heads: heads.nbytes)
-        # At most one.
+        # Heads being read, of at most one adapter.
         self._arriving: dict[AdapterKey, Future[MedusaHeads]] = {}
         # When heads may be read again.
         self._next_read_s: LRUCache[AdapterKey, float] = LRUCache(MAX_REMEMBERED)
@@ -131,7 +131,7 @@ class DraftHeads:
         return int(self._loaded.currsize) + (0 if self._base is None else self._base.nbytes)
 
     def find(self, adapter: AdapterKey | None, *, has_own: bool) -> MedusaHeads | None:
-        """Return the heads to draft with now; begin to read the adapter's own if they are not there.
+        """Return the heads to draft with now; begin to read the adapter's own if they are not loaded.
 
         Args:
             has_own: whether the adapter has heads.
@@ -147,7 +147,7 @@ class DraftHeads:
         return self._base
 
     def close(self) -> None:
-        """Read no more heads; do not wait for those that are being read."""
+        """Stop reading heads; do not wait for a read under way."""
         self._threads.close(wait_s=0.0)
 
     def _load(self, read: Callable[[AdapterKey], HeadArrays], adapter: AdapterKey) -> MedusaHeads:
@@ -163,6 +163,6 @@ class DraftHeads:
                 else:
                     most = f"--draft-head-bytes {size(int(self._loaded.maxsize))}"
                     _LOG.warning("the draft heads of adapter %s take %s, %s", adapter[:12], size(heads.nbytes), most)
-            except Exception as error:  # answers go on without them, whatever it is
+            except Exception as error:  # whatever the error, answers continue without the heads
                 _LOG.warning("the draft heads of adapter %s are not used: %s", adapter[:12], error)
             self._next_read_s[adapter] = time.monotonic() + wait_s

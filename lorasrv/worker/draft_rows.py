@@ -1,7 +1,7 @@
 """Draft rows: the answers that a model on the worker drafts for, and the tokens that it draws for them.
 
-A model draws as the served one would, by the same race of the same seed, so that the two agree wherever they nearly
-agree about the probabilities.
+A draft model draws tokens as the served model would, with the same random numbers from the same seed. So both draw the
+same token wherever their probabilities nearly agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from lorasrv.sampling.sampler import distribution
 from lorasrv.scheduler_output import NO_DRAFTS, ModelDraft, ScheduledRequest, path_along
 
 MIN_CONFIDENCE = 0.1
-"""A draft ends where the model gives all of it together a smaller probability."""
+"""A draft ends when the model gives the whole draft a smaller probability than this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,18 +33,18 @@ class DraftRow:
     num_known: int
     confidence: list[float] = field(default_factory=list)
     product: float = 1.0
-    # What the draft was drawn from, for rejection sampling.
+    # Distributions that the draft tokens were drawn from, for rejection sampling.
     drawn_from: list[Probabilities] = field(default_factory=list)
 
     @classmethod
     def of(cls, scheduled: ScheduledRequest, said: Sequence[int]) -> Self:
-        """Begin to draft behind the tokens that a step has said."""
+        """Begin to draft after the new tokens of a step."""
         tokens = [*scheduled.history, *said]
         return cls(scheduled, tokens, len(tokens))
 
     @property
     def has_next(self) -> bool:
-        """Return whether the draft goes on."""
+        """Return whether the draft continues."""
         is_sure = self.product >= MIN_CONFIDENCE or self.scheduled.by_rejection
         return is_sure and len(self.confidence) < self.scheduled.drafts.num_asked
 
@@ -55,7 +55,7 @@ class DraftRow:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Return whether all its tokens are those of the highest logits, as they are."""
+        """Return whether each token is the one with the highest unprocessed logit."""
         scheduled = self.next_scheduled()
         return scheduled.sampling.is_greedy and not SamplingMetadata.of(scheduled).changes_logits
 
@@ -66,7 +66,7 @@ class DraftRow:
         self.product *= confidence
 
     def next_scheduled(self) -> ScheduledRequest:
-        """Return what a step computes for the row's last token, which draws the next."""
+        """Return the scheduled request that computes the row's last token, from which the next is drawn."""
         scheduled, last = self.scheduled, len(self.token_ids) - 1
         return replace(
             scheduled,
@@ -85,8 +85,8 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
     """Draw the next token of each row.
 
     Args:
-        logits: [N, V] fp32, of the rows.
-    Returns: rows whose drafts go on; those whose logits are not finite end.
+        logits: [N, V] fp32, one row for each of `rows`.
+    Returns: the rows whose drafts continue; drafts with logits that are not finite end.
     """
     requests = [row.next_scheduled() for row in rows]
     chosen = choose_tokens(logits, requests)
@@ -101,7 +101,7 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
 
 
 def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Return the probability of a token in each of some rows of logits [N, V]."""
+    """Return the probability of each token in its row of logits [N, V]."""
     some = logits if len(rows) == len(logits) else logits[list(rows)]
     picked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
     found: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
@@ -110,14 +110,14 @@ def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class LastStates:
-    """Hold the hidden states that the last tokens of a step came from."""
+    """Hold the hidden states from which the last tokens of a step were drawn."""
 
-    # [rows that want logits, H], normed.
+    # [rows with logits, H], normed.
     states: Tensor
     sampled: Sequence[ScheduledRequest]
 
     def of(self, requests: Sequence[ScheduledRequest], said: Mapping[RequestId, Sequence[int]]) -> Tensor:
-        """Return the state [N, H] of the row that each request's last token was drawn from."""
+        """Return the states [N, H] from which each request's last token was drawn."""
         first, row = 0, dict[RequestId, int]()
         for scheduled in self.sampled:
             tokens = said.get(scheduled.request_id, ())
@@ -129,21 +129,21 @@ class LastStates:
 
 
 class DrawnTokens:
-    """Remember what the drafts of the requests drafted last were drawn from."""
+    """Remember the distributions that the latest drafts of requests were drawn from."""
 
     def __init__(self, max_requests: int) -> None:
-        # The place of the first draft token, and what it and the others were drawn from.
+        # The place of the first draft token, and the distributions that it and the others were drawn from.
         self._drawn: LRUCache[RequestId, tuple[int, list[Probabilities]]] = LRUCache(max_requests)
 
     def remember(self, rows: Sequence[DraftRow]) -> None:
-        """Remember the rows' drafts in place of those before."""
+        """Remember the rows' drafts in place of earlier ones."""
         for row in rows:
             self._drawn[row.scheduled.request_id] = (row.num_known, row.drawn_from)
 
     def find(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
-        """Return the probabilities [V] that a request's draft token was drawn from, `depth` places behind the first.
+        """Return the probabilities [V] from which a request's draft token, `depth` places after the first, was drawn.
 
-        None if that is not known any more: then it counts as chosen, which is right for any token.
+        None if they are no longer known: the token then counts as chosen without a draw, which is always correct.
         """
         first, drawn = self._drawn.get(scheduled.request_id, (0, []))
         place = len(scheduled.history) + depth - first

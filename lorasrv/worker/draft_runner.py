@@ -1,4 +1,4 @@
-"""Draft runner: a model continues answers by a few tokens, which the next step verifies.
+"""Draft runner: a draft model continues answers by a few tokens, which the next step verifies.
 
 The model is another base with the same vocabulary, or some layers of the served one with each row's own adapter
 (self-speculation, Zhang et al. 2023, arXiv:2309.08168).
@@ -20,7 +20,7 @@ from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, draw
 from lorasrv.worker.forward_batch import ForwardBatch
 
 MAX_CATCH_UP = 256
-"""Tokens of a request that the model computes in a step before it drafts."""
+"""Most tokens of a request that the model computes in a step before it drafts."""
 BuildBatch = Callable[[SchedulerOutput], ForwardBatch]
 
 
@@ -34,7 +34,7 @@ _NOTHING = _Cached((), ())
 
 @dataclass(slots=True, eq=False)
 class _Row(DraftRow):
-    """An answer that is being drafted, and how many of its tokens the model has computed."""
+    """Hold an answer that is being drafted, and how many of its tokens the model has computed."""
 
     num_computed: int = 0
 
@@ -44,9 +44,9 @@ class DraftRunner:
 
     Args:
         decoder: the model.
-        build_batch: lays a step out for it.
-        has_own_cache: whether its keys and values are its own, and lie beside those of the served model; else they are
-            the served model's.
+        build_batch: builds the batch of a step for it.
+        has_own_cache: whether it has its own keys and values, beside those of the served model; otherwise it uses the
+            served model's.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DraftRunner:
         self._decoder, self._build_batch = decoder, build_batch
         self._max_rows = limits.max_rows
         self._has_own_cache = has_own_cache
-        # Of the requests drafted last, the tokens whose keys and values the cache holds, and the pages where.
+        # For the requests drafted last, the tokens whose keys and values are in the cache, and their pages.
         self._cached: LRUCache[RequestId, _Cached] = LRUCache(2 * limits.max_samples)
         self._drawn = DrawnTokens(limits.max_samples)
 
@@ -69,7 +69,7 @@ class DraftRunner:
         """Draft for the requests of a step that ask for it.
 
         Args:
-            said: the tokens that the step has chosen.
+            said: the tokens that the step has sampled.
             last: not used.
         """
         begun, num_passes = time.perf_counter(), 0
@@ -87,7 +87,7 @@ class DraftRunner:
         return DrafterOutput(drafts, time.perf_counter() - begun, num_passes)
 
     def drawn_from(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
-        """Return what a draft token was drawn from, as `DrawnTokens.find`."""
+        """Return the distribution that a draft token was drawn from, as `DrawnTokens.find` does."""
         return self._drawn.find(scheduled, depth)
 
     def _begin(self, scheduled: ScheduledRequest, said: Sequence[int]) -> _Row:
@@ -96,7 +96,7 @@ class DraftRunner:
         return row
 
     def _num_cached(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> int:
-        """Return how many tokens the model need not compute again: all but the last in the served model's cache."""
+        """Return how many tokens the model need not compute again: with the served model's cache, all but the last."""
         if not self._has_own_cache:
             return len(tokens) - 1
         cached = self._cached.get(scheduled.request_id, _NOTHING)
@@ -104,8 +104,8 @@ class DraftRunner:
         return min(_num_common(cached.token_ids, tokens), same_pages, len(tokens) - 1)
 
     def _catch_up(self, step: SchedulerOutput, row: _Row, room: int) -> bool:
-        """Compute tokens that the model has not seen before the first pass, which has `room` for those of each row;
-        return whether the row is ready."""
+        """Compute the tokens that the model has not seen, except the last `room`, which the first pass computes; return
+        whether the row is ready."""
         if row.num_known - row.num_computed > room:
             scheduled = self._next_scheduled(row)
             count = min(MAX_CATCH_UP, self._max_rows, len(scheduled.token_ids) - 1)
@@ -114,7 +114,7 @@ class DraftRunner:
         return row.num_known - row.num_computed <= room
 
     def _pass(self, step: SchedulerOutput, rows: Sequence[_Row]) -> list[_Row]:
-        """Draw one token of each row; return those that go on."""
+        """Draw one token for each row; return the rows that continue."""
         logits, sampled = self._forward(step, [self._next_scheduled(row) for row in rows])
         by_id = {row.scheduled.request_id: row for row in rows}
         ordered = [by_id[s.request_id] for s in sampled]
@@ -132,7 +132,7 @@ class DraftRunner:
         return self._decoder.forward(batch), batch.sampled
 
     def _next_scheduled(self, row: _Row) -> ScheduledRequest:
-        """Return the tokens that the model computes next of an answer."""
+        """Return the scheduled request with the tokens of an answer that the model computes next."""
         return replace(
             row.next_scheduled(),
             token_ids=tuple(row.token_ids[row.num_computed :]),
@@ -143,6 +143,6 @@ class DraftRunner:
 
 
 def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of first elements that are equal."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(some), len(others)))

@@ -1,4 +1,5 @@
-"""Exchange: what a decoder needs of the processes that compute other parts of the same pass. Here: one process alone.
+"""Exchange: the data between a decoder and the processes that compute other parts of the same pass. This module is the
+case of a single process.
 
 `lorasrv.distributed` has the exchanges of a partition. A pass calls in this order: `divide`, `arrive` or nothing, in
 each layer `all_rows`, `own_rows`, and `whole` after each part; then `states` and `logits`, or `leave`.
@@ -16,7 +17,7 @@ from sgmv_kernels.metadata.plans import AttentionPlan
 
 
 class SplitOutput(Enum):
-    """Name the outputs that ranks may have parts of."""
+    """Name the outputs of which ranks may have parts."""
 
     ATTENDED = auto()
     OUT = auto()
@@ -30,7 +31,7 @@ class Exchange:
     # Whether this process embeds tokens, and whether it computes logits.
     is_first = True
     is_last = True
-    # Whether passes may be recorded: no, where they wait for others in between.
+    # Whether passes may be recorded as graphs; not if they wait for other processes.
     can_record = True
 
     def divide(self, rows: StepRows) -> StepRows:
@@ -41,17 +42,17 @@ class Exchange:
         """Return the rows [T, Q + 2 K] whose keys and values this process keeps, and their tables.
 
         Args:
-            qkv: [own rows, Q + 2 K]; Q columns of rows of other processes may be anything.
+            qkv: [own rows, Q + 2 K]. In the result, the Q columns of other processes' rows are undefined.
             own: tables of these rows.
         """
         return qkv, own
 
     def own_rows(self, q: Tensor) -> Tensor:
-        """Return those of all rows that this process computes."""
+        """Return the rows that this process computes, out of all rows."""
         return q
 
     def arrive(self, num_rows: int) -> Tensor:
-        """Return the rows [T, H] as the layers before this process's have left them."""
+        """Return the rows [T, H] as computed by the layers before those of this process."""
         raise AssertionError("no process computes layers before these")
 
     def whole(self, part: Tensor, place: SplitOutput) -> Tensor:
@@ -60,34 +61,34 @@ class Exchange:
         return part
 
     def has_states(self, num_own: int) -> bool:
-        """Return whether this process sends or receives states, if `num_own` of its rows want logits."""
+        """Return whether this process sends or receives states, if `num_own` of its rows need logits."""
         return num_own > 0
 
     def states(self, own: Tensor) -> Tensor:
-        """Return the normed last hidden states [S, H] of all rows that want logits, in a process that computes logits
-        of them; in others none.
+        """Return the normed last hidden states [S, H] of all rows that need logits, in a process that computes their
+        logits; in other processes, no rows.
         """
         return own
 
     def logits(self, part: Tensor | None, num_rows: int) -> Tensor:
-        """Return all logits [S, V] fp32, in the process that samples; in others, anything.
+        """Return all logits [S, V] fp32 in the process that samples; in other processes the result is undefined.
 
         Args:
-            part: [S, own] of this process; None if it computes none.
+            part: logits [S, own] of this process; None if it computes none.
         """
         del num_rows
         assert part is not None
         return part
 
     def leave(self, x: Tensor) -> None:
-        """Hand rows [T, H] to the process with the next layers."""
+        """Send rows [T, H] to the process with the next layers."""
         raise AssertionError("no process computes layers behind these")
 
     def on_pass_ended(self) -> None:
         """Note that this process's part of a pass is done."""
 
     def on_slots_moved(self, moves: Sequence[SlotMoves]) -> None:
-        """Tell the others that keys and values of the last pass have moved to other slots."""
+        """Tell the other processes that keys and values of the last pass have moved to other slots."""
 
 
 def empty_logits(vocab_size: int, device: torch.device) -> Tensor:

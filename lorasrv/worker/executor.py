@@ -1,8 +1,8 @@
-"""Executor: the seam between the engine and the worker that computes steps.
+"""Executor: the interface between the engine and the worker that computes steps.
 
-An executor acts in the order of its calls: behind `settle`, page operations are done after the steps submitted before
-them and before those submitted after them. Loader threads write adapters beside that, to pages that no step in flight
-reads.
+An executor acts in the order of its calls: after `settle`, page operations are executed after all steps submitted
+before them and before all steps submitted later. Loader threads write adapters at the same time, to pages that no step
+in flight reads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from lorasrv.worker.snapshot_loader import ReadPages, WritePages
 
 @dataclass(eq=False, slots=True)
 class StepHandle:
-    """Identify a submitted step. Collect it at most once; one that is not collected is dropped."""
+    """Identify a submitted step. Collect it at most once; a step that is not collected is dropped."""
 
     step: SchedulerOutput
-    # When its pass was complete, by `time.perf_counter`; None until it is collected, and where that is not known.
+    # When its pass was complete, by `time.perf_counter`; None until it is collected, or if not known.
     pass_ended_s: float | None = None
 
 
@@ -33,12 +33,12 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Return how many steps may be in flight together; at 1 each is collected before the next is planned."""
+        """Return how many steps may be in flight together; 1: each step is collected before the next is planned."""
 
     @property
     def share_hidden(self) -> float:
-        """Return the share of the time of planning that a step planned ahead saves: less than all where the thread that
-        plans would compute meanwhile."""
+        """Return the share of the planning time that planning a step ahead saves: less than 1 if the planning thread
+        would otherwise compute."""
 
     @property
     def profile(self) -> StepProfile:
@@ -46,7 +46,7 @@ class Executor(Protocol):
 
     @property
     def num_late_kernels(self) -> int:
-        """Return how many kernels steps have waited for though they were warmed up."""
+        """Return how many kernels steps have waited for despite the warm-up."""
 
     @property
     def write_adapter(self) -> WriteAdapter:
@@ -54,56 +54,55 @@ class Executor(Protocol):
 
     @property
     def read_pages(self) -> ReadPages:
-        """Return the function that reads pages: after the steps submitted so far, for the engine's thread behind
-        `settle`; at any time for other threads, if no step changes the pages."""
+        """Return the function that reads pages. The engine's thread calls it after `settle`, and reads the pages as the
+        steps submitted so far leave them. Other threads may call it at any time, if no step changes the pages."""
 
     @property
     def write_pages(self) -> WritePages:
         """Return the function that fills pages, for loader threads."""
 
     def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
-        """Have the system give memory to pages of a slab."""
+        """Have the system commit memory for pages of a slab."""
 
     @property
     def lost(self) -> str | None:
-        """Return why what computes elsewhere has gone, so that no step can be computed any more; None if it has not."""
+        """Return why another process of the model has ended, so that no step can be computed; None if none has."""
 
     @property
     def silence(self) -> str | None:
-        """Return what computes elsewhere and has not been heard of for seconds; None if nothing."""
+        """Return which other process of the model has sent nothing for seconds; None if there is none."""
 
     def exit_when_lost(self, tell: Callable[[str], None]) -> None:
-        """Have this process end when what computes elsewhere has gone, seconds after `tell` was called with the reason,
-        in any thread. Without this call, only what is asked of the executor raises."""
+        """Have this process exit when another process of the model ends, seconds after `tell` is called with the reason
+        in any thread. Without this call, only later calls of the executor raise."""
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         """Prepare the calling thread, which submits steps from then on.
 
         Args:
-            before_pass: called in this thread when it is about to compute a collected step without Python's lock.
+            before_pass: called in this thread just before it computes a collected step without the GIL.
         """
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
-        """Start to compute a step whose page operations were applied. Errors are raised by `collect`.
+        """Start to compute a step whose page operations were applied. `collect` raises its errors.
 
-        Pending tokens are those that the step submitted before samples, which is not collected yet.
+        The previous step, which is not collected yet, samples the pending tokens.
         """
 
     def settle(self) -> None:
-        """Have the steps submitted so far computed before anything reads or changes their pages. Called before page
+        """Wait for the steps submitted so far, before anything reads or changes their pages. Called before page
         operations and reads."""
 
     def take_part(self, seconds: float) -> None:
-        """Let the calling thread compute for about so long with those that compute the steps submitted; nothing where
-        another device does."""
+        """Let the calling thread help to compute the submitted steps for about so long; do nothing if another device
+        computes them."""
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for a step, in the order of submission, and return its output.
 
         Raises:
-            Exception: the step could not be computed. After `recover` it may be submitted again; those behind it must
-                be.
-            EngineDead: what computes elsewhere has gone; nothing can be computed any more.
+            Exception: the step could not be computed. After `recover` it may be submitted again; later steps must be.
+            EngineDead: another process of the model has ended; nothing can be computed any more.
         """
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
@@ -112,15 +111,15 @@ class Executor(Protocol):
         Returns:
             The bytes copied to or from host memory.
         Raises:
-            Exception: an operation failed; those before it were done.
-            EngineDead: as `collect`.
+            Exception: an operation failed; those before it were executed.
+            EngineDead: as for `collect`.
         """
 
     def recover(self) -> bool:
         """Clean up after a failed step; return whether the device can still be used."""
 
     def close(self) -> None:
-        """End what computes elsewhere. Nothing is submitted afterwards."""
+        """Stop other threads and processes that compute. Submit nothing afterwards."""
 
 
 class InProcessExecutor:
@@ -138,7 +137,7 @@ class InProcessExecutor:
         return None
 
     def exit_when_lost(self, tell: Callable[[str], None]) -> None:
-        """Do nothing: nothing computes elsewhere."""
+        """Do nothing: no other process computes."""
 
     @property
     def depth(self) -> int:
@@ -178,10 +177,10 @@ class InProcessExecutor:
         return StepHandle(step)
 
     def settle(self) -> None:
-        """Do nothing: a step is collected before the next one's operations."""
+        """Do nothing: a step is collected before the next step's page operations."""
 
     def take_part(self, seconds: float) -> None:
-        """Do nothing: nothing is computed before it is collected."""
+        """Do nothing: a step is computed only when it is collected."""
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
         return self.runner.run(handle.step)
@@ -206,13 +205,13 @@ class _PreparedHandle(StepHandle):
 class ThreadedExecutor(InProcessExecutor):
     """Compute a step in other threads while the calling one plans the next step.
 
-    The next step begins as soon as `collect` knows the tokens of the one before. With a single thread, each step is
+    The next step begins as soon as `collect` knows the tokens of the previous one. With a single thread, each step is
     computed when it is collected.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        # Submitted and not collected: the first is computed, the second ready.
+        # Steps that are not collected yet: the first is being computed, the second is ready.
         self._submitted: list[_PreparedHandle] = []
 
     @property
@@ -259,22 +258,22 @@ class ThreadedExecutor(InProcessExecutor):
                 self.runner.settle()
 
     def recover(self) -> bool:
-        """See `Executor`; what was submitted is dropped."""
+        """See `Executor`; submitted steps are dropped."""
         self.runner.wait()
         self._submitted.clear()
         return self.runner.recover()
 
     def close(self) -> None:
-        """Wait for what is computed."""
+        """Wait for the step that is being computed."""
         self.runner.wait()
         super().close()
 
     def __del__(self) -> None:
-        # Helpers read and write the runner's memory.
+        # Wait first: helper threads read and write the runner's memory.
         self.close()
 
     def _begin(self, tokens: Mapping[RequestId, Sequence[int]]) -> None:
-        """Begin with the step that is ready, if one is."""
+        """Begin the step that is ready, if there is one."""
         for handle in self._submitted:
             with self._errors_of(handle):
                 if handle.prepared is not None:
@@ -283,7 +282,7 @@ class ThreadedExecutor(InProcessExecutor):
 
     @contextmanager
     def _errors_of(self, handle: _PreparedHandle) -> Iterator[None]:
-        """Keep an error for the time when the step is collected."""
+        """Keep an error until the step is collected."""
         try:
             yield
         except Exception as error:
@@ -297,8 +296,8 @@ class _LaunchedHandle(StepHandle):
 
 
 class LaunchingExecutor(InProcessExecutor):
-    """Launch each step on a GPU when it is submitted, so that the device has the next one in its queue while the host
-    reads the tokens of the last and plans."""
+    """Launch each step on a GPU when it is submitted, so that the device has the next step in its queue while the host
+    reads the tokens of the last step and plans."""
 
     @property
     def depth(self) -> int:

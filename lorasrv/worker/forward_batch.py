@@ -1,4 +1,4 @@
-"""Forward batch: the tensors of one forward pass, built from a scheduled step. Built anew for every step."""
+"""Forward batch: the tensors of one forward pass, built from a scheduled step for every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class RowsPlan:
     """Hold the rows of a step whose adapters have own rows of the vocabulary."""
 
     plan: SgmvPlan
-    # Of each segment of the plan.
+    # For each segment of the plan.
     tokens: tuple[RowTokens, ...]
     # One above the highest token.
     vocab_size: int
@@ -35,11 +35,11 @@ class RowsPlan:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Hold T rows of B sequences, those of one adapter together.
+    """Hold T rows of B sequences, grouped by adapter.
 
     Logits are computed for the last `num_logit_rows` rows of each of `sampled`, then for the `prompt_rows` of `asked`.
-    Where several processes compute rows of one step, `token_ids`, `tables` and what concerns the embedding are of this
-    one's rows; all else is of all.
+    If several processes compute rows of one step, `token_ids`, `tables` and the fields of the embedding cover the rows
+    of this process; all other fields cover all rows.
     """
 
     # int64 [T].
@@ -49,36 +49,36 @@ class ForwardBatch:
     tables: StepTables
     sampled: tuple[ScheduledRequest, ...]
     asked: tuple[ScheduledRequest, ...] = ()
-    # Those whose last tokens are observed, one after another in the rows of `tables.masses`.
+    # Requests whose last tokens are observed, in the order of the rows of `tables.masses`.
     observed: tuple[ScheduledRequest, ...] = ()
     # Rows of `tables.sample_rows` whose adapters change the head, and rows whose adapters change the embedding; None if
     # none does.
     head: SgmvPlan | None = None
     embedding: SgmvPlan | None = None
-    # The same of adapters that have rows of their own there.
+    # The same for adapters that have their own rows there.
     head_rows: RowsPlan | None = None
     embedding_rows: RowsPlan | None = None
-    # Rows whose token is pending, and the request whose it is.
+    # Rows whose token is pending, with the request of each.
     pending: Sequence[tuple[int, RequestId]] = ()
 
     @property
     def changes_embedding(self) -> bool:
-        """Return whether a row's adapter does."""
+        """Return whether any row's adapter changes the embedding."""
         return self.embedding is not None or self.embedding_rows is not None
 
     @property
     def changes_head(self) -> bool:
-        """Return whether a row's adapter does."""
+        """Return whether any row's adapter changes the head."""
         return self.head is not None or self.head_rows is not None
 
     def fill(self, tokens: Mapping[RequestId, int]) -> None:
-        """Write tokens in place of pending ones, on a CPU; any for requests that have none, as they have finished."""
-        ids = self.token_ids.numpy()  # which takes a tenth of torch's time
+        """Write tokens in place of pending ones, on a CPU; any token for requests without one: they have finished."""
+        ids = self.token_ids.numpy()  # takes a tenth of torch's time
         for row, request in self.pending:
             ids[row] = tokens.get(request, 0)
 
     def masses(self) -> Mapping[RequestId, Sequence[Sequence[float]]]:
-        """Return the attention that each page gets of the observed tokens of each request."""
+        """Return the attention that the observed tokens of each request pay to each page."""
         if self.tables.masses is None:
             return {}
         rows, found, first = self.tables.masses.of_rows().tolist(), {}, 0
@@ -99,8 +99,8 @@ def build_batch(
     """Lay out a step's rows on the device.
 
     Args:
-        last: the step whose tokens pending ones are.
-        exchange: says which of the rows are computed here; None: all.
+        last: the step that samples the pending tokens.
+        exchange: determines which of the rows are computed here; None: all.
     """
     whole = StepRows.of(step)
     rows = whole if exchange is None else exchange.divide(whole)
@@ -131,7 +131,7 @@ def build_batch(
 
 
 def _ends_plan(site: int, rows: StepRows, row_terms: Int32, adapter_dtype: torch.dtype, ops: Ops) -> SgmvPlan | None:
-    """Return the rows whose adapters have this site of the ends; None if none has."""
+    """Return the rows whose adapters have this site of the ends; None if none do."""
     ends = ((i, adapter.ends) for i, adapter in enumerate(rows.adapters) if adapter.ends is not None)
     having = {i: own for i, own in ends if own.layout.panels[0][site].total_rank}
     passes = [own for turn in row_terms if (own := _segments_of(having, rows, turn)) is not None]
@@ -142,8 +142,8 @@ def _ends_plan(site: int, rows: StepRows, row_terms: Int32, adapter_dtype: torch
 
 
 def _rows_plan(site: int, rows: StepRows, row_adapters: Int32, adapter_dtype: torch.dtype, ops: Ops) -> RowsPlan | None:
-    """Return the rows whose adapters, which are no sums, have own rows of the vocabulary at a site; None if none
-    has."""
+    """Return the rows whose adapters have their own rows of the vocabulary at a site; None if none do. Sums have no own
+    rows."""
     placed = ((i, adapter.rows) for i, adapter in enumerate(rows.adapters) if adapter.rows is not None)
     having = {i: own for i, own in placed if own.layout.row_tokens and len(own.layout.row_tokens.tokens[site])}
     segments = _segments_of(having, rows, row_adapters)
@@ -157,10 +157,10 @@ def _rows_plan(site: int, rows: StepRows, row_adapters: Int32, adapter_dtype: to
 
 
 def _segments_of(having: Mapping[int, PlacedAdapter], rows: StepRows, row_adapters: Int32) -> Segments | None:
-    """Return the segments of some of a step's adapters, by their index; None if no row has any."""
+    """Return the segments of the given adapters of a step, by their index; None if no row has one of them."""
     if not having:
         return None
-    # The last place is that of `BASE`, too.
+    # The last place also serves as that of `BASE`.
     index = np.full(len(rows.adapters) + 1, BASE, dtype=np.int32)
     index[list(having)] = np.arange(len(having))
     segments = build_segments(index[row_adapters])

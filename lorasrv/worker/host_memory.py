@@ -1,4 +1,4 @@
-"""Host memory: free, total and peak bytes, and what the C library keeps."""
+"""Host memory: free, total and peak bytes, and freed bytes that the C library keeps."""
 
 import ctypes
 import mmap
@@ -10,11 +10,11 @@ from pathlib import Path
 
 _GROUP = Path("/sys/fs/cgroup")
 _POPULATE_WRITE = 23
-"""Advice since Linux 5.14; older ones refuse it."""
+"""`madvise` advice since Linux 5.14; older kernels refuse it."""
 
 
 def free_bytes() -> int:
-    """Return the memory that can be taken without swapping: the kernel's estimate, within the container's limit."""
+    """Return the memory that can be allocated without swapping: the kernel's estimate, within the container's limit."""
     available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
     if available is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -31,13 +31,13 @@ def total_bytes() -> int:
 
 
 def resident_bytes() -> int | None:
-    """Return the host memory that this process holds now; None where the system does not say."""
+    """Return the host memory that this process holds now; None if the system does not report it."""
     held = _figure(Path("/proc/self/status"), r"VmRSS:\s+(\d+) kB")
     return None if held is None else held * 1024
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held. Getrusage's figure would start with the parent's."""
+    """Return the most memory that this process has held. The value of getrusage would include the parent's peak."""
     peak = _figure(Path("/proc/self/status"), r"VmHWM:\s+(\d+) kB")
     if peak is not None:
         return peak * 1024
@@ -46,14 +46,14 @@ def peak_bytes() -> int:
 
 
 def release_freed() -> None:
-    """Return freed memory, which the C library would keep, to the system. Takes some 10 ms without the GIL."""
+    """Give freed memory that the C library keeps back to the system. Takes some 10 ms without the GIL."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def commit(address: int, nbytes: int) -> None:
-    """Have the system give memory to a range of a buffer now, without the GIL; do nothing where it cannot be asked."""
+    """Have the system commit memory for a range of a buffer now, without the GIL; do nothing if it cannot."""
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux":
         size = ctypes.c_size_t(address + nbytes - first)

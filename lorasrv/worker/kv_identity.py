@@ -1,7 +1,8 @@
-"""KV identity: all that the bits of keys and values depend on beside the adapter and the tokens, as plain JSON values.
+"""KV identity: everything that the bits of keys and values depend on besides the adapter and the tokens, as plain JSON
+values.
 
-Snapshots are restored only where all of it is equal. Too much in it costs a computed prompt after a change, too little
-would cost a wrong answer: so it has the source files of everything that computes, not versions.
+Snapshots are restored only if all of it is equal. Too much in it only means that a prompt is computed again after a
+change; too little would give a wrong answer. So it covers the source files of everything that computes, not versions.
 """
 
 import hashlib
@@ -43,10 +44,10 @@ def kv_identity(
 
     Args:
         layout: sizes of a page.
-        draft: a second base, whose keys and values lie in pages of the same ids.
+        draft: draft model, whose keys and values are in pages with the same ids.
     """
     return {
-        # A sample of every tensor, and what changes with any other byte.
+        # A sample of every tensor, and the file stamps, which change with any other byte.
         "base": weights.fingerprint,
         "files": weight_stamps(options),
         "spec": _digest([repr(weights.spec).encode()]),
@@ -67,15 +68,15 @@ def kv_identity(
 
 
 def same_tokens(identity: dict[str, Any]) -> str:
-    """Return the name of what computes tokens: engines of one name answer a request alike. Copies of a file have times
-    of their own, so the base is known by the sample of its tensors.
+    """Return a fingerprint of everything that determines tokens: engines with the same one give the same answers. File
+    times differ between copies, so the base is identified by the sample of its tensors.
     """
     facts = {name: value for name, value in identity.items() if name != "files"}
     return _digest([json.dumps(facts, sort_keys=True).encode()])
 
 
 def peer_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what has to be equal on two machines that exchange pages: the times of files are each machine's own."""
+    """Return the part that must be equal on two machines that exchange pages: all but the times of files."""
     return {**identity, "files": [[name, nbytes] for name, nbytes, _ in identity["files"]]}
 
 
@@ -88,7 +89,7 @@ def weight_stamps(options: ModelOptions) -> list[list[str | int]]:
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
-    """Yield the files that say how keys and values are computed, with their names."""
+    """Yield the names and paths of the source files that determine how keys and values are computed."""
     for module in _COMPUTING:
         assert module.__file__ is not None
         file = Path(module.__file__)
@@ -118,7 +119,7 @@ def _version(name: str) -> str:
 
 
 def _processor(ops: Ops) -> str:
-    """Return the processor that computes, and what kernels may use of it."""
+    """Return the processor that computes, and the features of it that kernels may use."""
     if ops.device.type == "cuda":
         return f"{torch.cuda.get_device_name(ops.device)} CUDA {torch.version.cuda}"
     own = ""

@@ -1,8 +1,8 @@
-"""A step that a GPU has in its queue, whose tokens are not known on the host yet.
+"""A step in the queue of a GPU, whose tokens are not known on the host yet.
 
-The next step may compute them: they go from device to device.
+The next step may compute these tokens: they are copied on the device.
 
-Source: steps that are planned while the one before runs, SGLang's overlap scheduler and vLLM's asynchronous scheduling.
+Source: planning a step while the previous one runs, SGLang's overlap scheduler and vLLM's asynchronous scheduling.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ class LaunchedStep:
         """Write this step's tokens in place of pending ones.
 
         Args:
-            token_ids: int64 [at least T] on the device, of the next step.
-            pending: rows of it, and the request whose token each is.
+            token_ids: tokens of the next step, int64 [at least T] on the device.
+            pending: rows of the next step, each with the request of its token.
         """
         if pending:
             sources = np.array([self._row[request] for _, request in pending])
             at, row = upload([np.array([at for at, _ in pending]), sources], token_ids.device)
-            # Where there is no token, its request fails when this step is read; the index must be one all the same.
+            # A request without a token fails when this step is read; until then the index must be valid.
             token_ids.index_copy_(0, at, self._tokens.index_select(0, row).clamp_(min=0))
 
     def wait(self) -> dict[RequestId, tuple[int, ...]]:
-        """Wait for the tokens and return them by request, without those of rows that are not finite."""
+        """Wait for the tokens and return them by request, leaving out rows that are not finite."""
         self._is_copied.synchronize()
         tokens = self._host.tolist()
         return {request: (tokens[row],) for request, row in self._row.items() if tokens[row] >= 0}

@@ -1,4 +1,4 @@
-"""Medusa runner: heads guess the tokens behind the next one from the hidden state that the next one came from.
+"""Medusa runner: heads guess the tokens after the next one, from the hidden state that yields the next one.
 
 All heads of all rows share one pass of the output layer; the base itself is not computed again.
 
@@ -24,7 +24,7 @@ class MedusaRunner:
 
     Args:
         logits: the served model's output layer, states [N, H] -> logits [N, V] fp32.
-        max_rows: most rows of a pass of it.
+        max_rows: most rows per pass of the output layer.
     """
 
     def __init__(self, heads: DraftHeads, logits: Callable[[Tensor], Tensor], max_rows: int) -> None:
@@ -32,7 +32,7 @@ class MedusaRunner:
         self._drawn = DrawnTokens(max_rows)
 
     def prepare(self, step: SchedulerOutput) -> None:
-        """Begin to read the heads of the step's adapters, so that they are there when they are asked."""
+        """Begin to read the heads of the step's adapters, so that they are loaded when they draft."""
         for scheduled in step.requests:
             if scheduled.has_draft_heads:
                 self._find(scheduled)
@@ -45,7 +45,7 @@ class MedusaRunner:
         said: Mapping[RequestId, Sequence[int]],
         last: LastStates,
     ) -> DrafterOutput:
-        """Draft for the requests of a step that ask for it and whose heads are there; `said` are the step's tokens."""
+        """Draft for the requests of a step that ask for it and whose heads are loaded; `said` are the step's tokens."""
         begun = time.perf_counter()
         found = [(s, self._find(s)) for s in asking if s.request_id in said]
         there = [(s, heads) for s, heads in found if heads is not None][: self._max_rows]
@@ -59,7 +59,7 @@ class MedusaRunner:
         return DrafterOutput(drafts, time.perf_counter() - begun, deepest)
 
     def drawn_from(self, scheduled: ScheduledRequest, depth: int) -> Probabilities | None:
-        """Return what a draft token was drawn from, as `DrawnTokens.find`."""
+        """Return the distribution that a draft token was drawn from, as `DrawnTokens.find` does."""
         return self._drawn.find(scheduled, depth)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class MedusaRunner:
         return self._heads.find(scheduled.adapter_key, has_own=scheduled.has_draft_heads)
 
     def _draw(self, rows: Sequence[DraftRow], heads: Sequence[MedusaHeads], states: Tensor) -> int:
-        """Draw the tokens of all rows from logits that are computed at once; return the most heads of a row."""
+        """Draw the tokens of all rows from logits that are computed together; return the most heads of a row."""
         counts, left = list[int](), self._max_rows
         for row, own in zip(rows, heads, strict=True):
             counts.append(min(row.scheduled.drafts.num_asked, len(own.heads), left))

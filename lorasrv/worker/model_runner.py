@@ -70,7 +70,7 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Hold a second base, of the same vocabulary, that drafts."""
+    """Hold a draft model: a second base with the same vocabulary."""
 
     weights: ModelWeights
     # Its keys and values, in pages of the same ids as the served model's.
@@ -81,10 +81,10 @@ class ModelRunner:
     """Run steps on one device.
 
     Args:
-        draft_model: drafts under the name "model".
-        draft_layers: those of the served model that draft under the name "layers"; none: nothing does.
-        draft_heads: draft under the name "medusa".
-        exchange: reaches the processes that compute other parts of each pass; None if there are none.
+        draft_model: the drafter "model".
+        draft_layers: layers of the served model that are the drafter "layers"; empty: no such drafter.
+        draft_heads: the drafter "medusa".
+        exchange: connects the processes that compute other parts of each pass; None if there are none.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class ModelRunner:
         self._limits = limits
         self._ops = ops
         self._exchange = exchange or Exchange()
-        # A pass that waits for other processes is no graph.
+        # A pass that waits for other processes cannot be a graph.
         on_gpu = memory.device.type == "cuda" and ops.name == "triton" and self._exchange.can_record
         self._decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
         self._graphs: GraphedSteps | None = None
         self._late_kernels: LateKernels | None = None
-        # What was launched last, whose tokens the next step may take.
+        # The step launched last, whose tokens the next step may compute.
         self._last: LaunchedStep | ModelRunnerOutput | None = None
         self._before_pass: BeforePass = do_nothing
-        # That this thread has computed of the pass that has begun.
+        # Seconds that this thread has computed of the current pass.
         self._seconds_of_pass = 0.0
-        # When the last pass that was begun was complete, by `time.perf_counter`.
+        # When the last pass was complete, by `time.perf_counter`.
         self.ended_s = 0.0
         self._models: dict[str, DraftRunner | MedusaRunner] = {}
         self._medusa: MedusaRunner | None = None
@@ -123,7 +123,7 @@ class ModelRunner:
         if draft_layers:
             skipping = Decoder(weights, memory, limits, ops, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
-        # What the draft model computes with.
+        # Spec, decoder and pool of the draft model.
         self._drafting: tuple[ModelSpec, Decoder, DevicePool] | None = None
         if draft_model is not None:
             decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops)
@@ -139,11 +139,11 @@ class ModelRunner:
 
     @property
     def num_late_kernels(self) -> int:
-        """Return how many kernels steps have waited for though they were warmed up; 0 on a CPU."""
+        """Return how many kernels steps have waited for despite the warm-up; 0 on a CPU."""
         return 0 if self._late_kernels is None else self._late_kernels.count
 
     def warm_up(self, max_rank: int, progress: Progress, *, has_trees: bool = False) -> None:
-        """Compile the kernels of a GPU and capture the commonest graphs while the pool is empty; nothing on a CPU.
+        """Compile the kernels of a GPU and capture the commonest graphs, while the pool is empty; do nothing on a CPU.
 
         Args:
             max_rank: highest rank of an adapter that is served.
@@ -174,19 +174,20 @@ class ModelRunner:
         return self._memory.write_adapter
 
     def read_pages(self, pages: tuple[int, ...]) -> Tensor:
-        """Return pages in host memory, with the draft model's: uint8 [P, bytes]. Between two steps, in their thread."""
+        """Return pages, including the draft model's, in host memory: uint8 [P, bytes]. Call it between two steps, in
+        their thread."""
         rows = self._memory.read_pages(pages)
         return rows if self._draft_memory is None else torch.cat((rows, self._draft_memory.read_pages(pages)), dim=1)
 
     def write_pages(self, rows: Tensor, copies: Sequence[tuple[int, int]]) -> None:
-        """Fill pages from what `read_pages` returned, as `DevicePool.write_pages`; for loader threads."""
+        """Fill pages from the result of `read_pages`, like `DevicePool.write_pages`; for loader threads."""
         own = self._memory.block_bytes
         self._memory.write_pages(rows[:, :own], copies)
         if self._draft_memory is not None:
             self._draft_memory.write_pages(rows[:, own:], copies)
 
     def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
-        """Have the system give memory to pages of a slab, as `DevicePool.commit`."""
+        """Have the system commit memory for pages of a slab, like `DevicePool.commit`."""
         self._memory.commit(slab, first_page, num_pages)
 
     def bind_thread(self, before_pass: BeforePass = do_nothing, most_threads: int = ENGINE_THREADS) -> None:
@@ -221,11 +222,11 @@ class ModelRunner:
 
     @property
     def num_threads(self) -> int:
-        """Return the threads that compute a step, the calling one among them."""
+        """Return the number of threads that compute a step, including the calling one."""
         return self._decoder.num_threads
 
     def prepare(self, step: SchedulerOutput) -> "PreparedStep":
-        """Make a step ready whose page operations are done, for which only pending tokens may be missing."""
+        """Prepare a step whose page operations are done, so that only pending tokens may be missing."""
         self._count(step)
         if self._medusa is not None:
             self._medusa.prepare(step)
@@ -233,10 +234,10 @@ class ModelRunner:
             return PreparedStep(step, self._decoder.prepare(self._batch(step)))
 
     def begin(self, prepared: "PreparedStep", tokens: Mapping[RequestId, Sequence[int]] = NO_TOKENS) -> None:
-        """Begin to compute the step that was prepared last, once that before is complete.
+        """Begin to compute the step prepared last, once the previous step is complete.
 
         Args:
-            tokens: that the step before has sampled.
+            tokens: tokens that the previous step has sampled.
         """
         self._before_pass()
         self._seconds_of_pass = 0.0
@@ -248,28 +249,28 @@ class ModelRunner:
             self.profile.gap_s += time.perf_counter() - self.ended_s
 
     def take_part(self, seconds: float) -> None:
-        """Compute the step that has begun for about so long, if it is computed beside the calling thread."""
+        """Help to compute the current step for about so long, if other threads are computing it."""
         begun = time.perf_counter()
         self._decoder.take_part(seconds)
         self._seconds_of_pass += time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Wait until nothing is computed beside the calling thread."""
+        """Wait until no other thread computes."""
         self._decoder.wait()
 
     def close(self) -> None:
-        """End what reads beside the steps."""
+        """Stop the reads that run beside the steps."""
         if self._medusa is not None:
             self._medusa.close()
 
     def settle(self) -> None:
-        """Compute the pass of the step that has begun, if one has: its pages may be moved then."""
+        """Complete the pass of the current step, if there is one; its pages may be moved afterwards."""
         begun = time.perf_counter()
         self._decoder.settle()
         self._seconds_of_pass += time.perf_counter() - begun
 
     def complete(self, prepared: "PreparedStep") -> ModelRunnerOutput:
-        """Compute the step that has begun to its end, and sample its tokens."""
+        """Complete the current step, and sample its tokens."""
         begun = time.perf_counter()
         batch = prepared.decoder_pass.batch
         logits = self._decoder.complete(prepared.decoder_pass)
@@ -295,12 +296,12 @@ class ModelRunner:
         return self._with_drafts(step, output, sampled)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep | ModelRunnerOutput:
-        """Put a step into a GPU's queue; pending tokens are those of the step that was launched before.
+        """Put a step into a GPU's queue; the step launched before it samples the pending tokens.
 
         Returns:
-            What `finish` takes: the output, of a step that asks for more than tokens.
+            The argument for `finish`: already the output, if the step asks for more than tokens.
         Raises:
-            RuntimeError: that step could not be launched.
+            RuntimeError: the previous step, which samples the pending tokens, could not be launched.
         """
         last, self._last = self._last, None
         if last is None and any(s.is_pending for s in step.requests):
@@ -336,7 +337,7 @@ class ModelRunner:
         for part in by_vocabulary(logits, self._decoder.likeliest, sampled, asked, self._spec.vocab_size):
             count = part.num_sampled_rows
             best = self._ops.likeliest(part.logits[:count]) if part.likeliest is None else part.likeliest
-            # One adapter's weights may overflow: its requests fail, the others of the step do not.
+            # An adapter's weights may overflow: its requests fail, the others of the step do not.
             chosen |= choose_tokens(part.logits, part.sampled, self._drawn_from, best)
             logprobs |= chosen_logprobs(part.logits, part.sampled, chosen)
             of_prompts |= prompt_logprobs(part.logits[count:], part.asked)
@@ -345,7 +346,7 @@ class ModelRunner:
         return ModelRunnerOutput(chosen, logprobs, of_prompts, probed, masses=masses)
 
     def _bring_together(self, sampled: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]) -> None:
-        """Move the keys and values of accepted draft tokens of trees behind those of the known tokens."""
+        """Move the keys and values of accepted draft tokens of trees directly after those of the known tokens."""
         trees = [s for s in sampled if s.draft_parents and s.request_id in chosen]
         moves = [
             scheduled.moves_along(
@@ -358,7 +359,7 @@ class ModelRunner:
             self._exchange.on_slots_moved(moves)
 
     def _drawn_from(self, scheduled: ScheduledRequest, at: int) -> Probabilities | None:
-        """Return what a draft token was drawn from; None if it was found, not drawn."""
+        """Return the distribution that a draft token was drawn from; None if it was not drawn."""
         model = self._models.get(scheduled.drafts.drafters[at])
         depth = depths_of(scheduled.draft_parents)[at] - 1 if scheduled.draft_parents else at
         return None if model is None else model.drawn_from(scheduled, depth)
@@ -366,8 +367,8 @@ class ModelRunner:
     def _with_drafts(
         self, step: SchedulerOutput, output: ModelRunnerOutput, sampled: Sequence[ScheduledRequest]
     ) -> ModelRunnerOutput:
-        """Ask the models for the drafts that the step plans. One that raises is never asked again; answers go on
-        without it."""
+        """Ask the draft models for the drafts that the step plans. A model that raises is never used again; answers
+        continue without it."""
         drafted = dict[str, DrafterOutput]()
         last = LastStates(self._decoder.states, sampled)
         for name, model in tuple(self._models.items()):
@@ -388,8 +389,8 @@ class ModelRunner:
         """Return the logits of a step.
 
         Returns:
-            Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, those whose `prompt_rows` are
-            the others, and the attention that pages got.
+            Logits [S, V] fp32; the requests whose `num_logit_rows` are the first rows; those whose `prompt_rows` are
+            the other rows; the attention paid to pages.
         """
         if self._medusa is not None:
             self._medusa.prepare(step)
@@ -412,5 +413,5 @@ class ModelRunner:
 
 
 def _asks_for_more(scheduled: ScheduledRequest) -> bool:
-    """Return whether a request asks for more than a token of the base's."""
+    """Return whether a request asks for more than a token of the base's vocabulary."""
     return scheduled.drafts is not NO_DRAFTS or scheduled.sampling.logprobs is not None or scheduled.vocab_size > 0

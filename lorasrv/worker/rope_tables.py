@@ -12,7 +12,7 @@ from lorasrv.models.spec import RopeSpec
 def rope_tables(rope: RopeSpec | None, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [length, N / 2] fp32.
 
-    N is the number of rotated numbers of a head: `rope.dims`, or `head_dim` where that is 0; none without a `rope`.
+    N is the number of rotated dimensions of a head: `rope.dims`, or `head_dim` if that is 0; none without a `rope`.
     """
     if rope is None:
         return torch.empty((length, 0), device=device), torch.empty((length, 0), device=device)

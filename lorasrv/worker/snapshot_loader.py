@@ -1,8 +1,8 @@
 """Snapshot loader: pages of prefixes between disk or peers, host memory and the pool, in threads.
 
-The engine orders and polls; it never waits. Reading, copying and writing have threads of their own, so that a slow disk
-or peer holds up no copy. A load that does not return in time fails, and the prefix is computed; one that is not wanted
-any more is told so, and never reported.
+The engine gives orders and polls for reports; it never waits. Reading, copying and writing have their own threads, so
+that a slow disk or peer delays no copy. A load that does not return in time fails, and the prefix is computed. A load
+that is no longer wanted is stopped and never reported.
 """
 
 import logging
@@ -29,26 +29,26 @@ from lorasrv.worker.disk_threads import DiskThreads
 
 _LOG = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 5.0
-"""A read that takes longer, or begins later, was not worth it; most prompts are computed by then."""
+"""A read that takes longer, or begins later, is not worth it: most prompts are computed by then."""
 Copies = tuple[tuple[int, int], ...]
 ReadPages = Callable[[tuple[int, ...]], Tensor]
-"""Return pages as uint8 [P, bytes] in host memory; between two steps, in the engine's thread."""
+"""Return pages as uint8 [P, bytes] in host memory; called between two steps, in the engine's thread."""
 WritePages = Callable[[Tensor, Copies], None]
-"""Fill pages: uint8 [P, bytes], and each (row, page); return once they may be read."""
+"""Fill pages from uint8 [P, bytes] by (row, page) pairs; return once they may be read."""
 FETCH_TIMEOUT_S = 90.0
-"""A fetch ends by itself before; after this its thread is left behind."""
+"""A fetch ends by itself before this time; otherwise its thread is abandoned."""
 
 
 class FetchPages(Protocol):
     """Read pages from a peer, in a thread."""
 
     def __call__(self, wanted: PeerSnapshot, page_bytes: int, is_wanted: Callable[[], bool]) -> npt.NDArray[np.uint8]:
-        """Return the first of the pages that are wanted as uint8 [P * page_bytes], as many as came in time, unharmed.
+        """Return the first of the wanted pages as uint8 [P * page_bytes], as many as arrived in time and undamaged.
 
         Args:
-            is_wanted: whether to go on; asked between pieces.
+            is_wanted: returns whether to continue; called between pieces.
         Raises:
-            PeerFailed: none came.
+            PeerFailed: no page arrived.
         """
 
 
@@ -58,7 +58,7 @@ class SnapshotLoaded:
 
     name: SnapshotName
     seconds: float
-    # First ones that are there.
+    # Number of leading pages that were loaded.
     num_pages: int
 
 
@@ -72,7 +72,7 @@ class SnapshotCopied:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSaved:
-    """Report a snapshot on the disk, and those that had to go for it."""
+    """Report a snapshot on the disk, and the snapshots that were removed for it."""
 
     name: SnapshotName
     nbytes: int
@@ -84,18 +84,18 @@ class SnapshotFailed:
     """Report a load, a copy or a save that failed."""
 
     name: SnapshotName
-    # In a word, for counting.
+    # One word, for the counters.
     reason: str
-    # For a person.
+    # Text for a person.
     error: str
     is_save: bool = False
-    # Whether it is not on the disk any more.
+    # Whether it is no longer on the disk.
     is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRemoved:
-    """Report a snapshot that has gone with its version."""
+    """Report a snapshot that was removed with its version."""
 
     name: SnapshotName
 
@@ -107,18 +107,18 @@ SnapshotReport = SnapshotLoaded | SnapshotCopied | SnapshotSaved | SnapshotFaile
 class _OrderedLoad:
     """Hold a load that was ordered."""
 
-    # Read by its thread.
+    # The loading thread reads it.
     is_wanted: bool = True
 
 
 class SnapshotLoader:
-    """Do what `SnapshotManager` orders; call `on_ready` from threads whenever a report can be polled. For the engine's
-    thread.
+    """Execute the orders of `SnapshotManager`; call `on_ready` from threads whenever a report can be polled. For the
+    engine's thread.
 
     Args:
-        files: None: none is kept on a disk.
-        fetch: reads from peers; None: there are none.
-        page_bytes: of a page in all slabs.
+        files: files on the disk; None: no snapshot is kept there.
+        fetch: reads from peers; None: there are no peers.
+        page_bytes: bytes of a page in all slabs.
         max_bytes: most bytes of all snapshots on the disk.
     """
 
@@ -139,7 +139,7 @@ class SnapshotLoader:
         self._on_ready = on_ready
         self._loads: dict[SnapshotName, _OrderedLoad] = {}
         self._host: dict[SnapshotName, Tensor] = {}
-        # With the load that each belongs to, and what it has read.
+        # Each report with its load, and the pages that the load has read.
         self._reports: queue.SimpleQueue[tuple[SnapshotReport, _OrderedLoad, Tensor | None]] = queue.SimpleQueue()
         self._timeout_s = LOAD_TIMEOUT_S if load_timeout_s is None else min(LOAD_TIMEOUT_S, load_timeout_s)
         self._load_threads = DiskThreads(1, "snapshot-load", self._timeout_s, compute_alone)
@@ -148,7 +148,7 @@ class SnapshotLoader:
         self._save_thread = ThreadPoolExecutor(1, "snapshot-save", initializer=compute_alone)
 
     def send(self, orders: SnapshotOrders) -> None:
-        """Begin to do what is ordered. Pages to be saved are read at once."""
+        """Begin to execute orders. Pages to be saved are read at once."""
         for name in orders.cancels:
             if (unwanted := self._loads.pop(name, None)) is not None:
                 unwanted.is_wanted = False
@@ -165,7 +165,7 @@ class SnapshotLoader:
             try:
                 data = self._read(pages)
             except Exception as error:
-                # Memory of the host or the device: a snapshot can wait, the engine's thread must go on.
+                # Out of memory on the host or the device: a snapshot can wait, the engine's thread must go on.
                 _LOG.warning("reading the pages of snapshot %s failed, so it is not kept: %s", file.name.file, error)
                 self._report(SnapshotFailed(file.name, "memory", type(error).__name__, is_save=True))
             else:
@@ -187,7 +187,7 @@ class SnapshotLoader:
         return reports
 
     def close(self) -> None:
-        """Begin nothing more; a copy or a save under way is finished."""
+        """Begin no more work; a copy or a save under way is finished."""
         for load in self._loads.values():
             load.is_wanted = False
         self._load_threads.close()

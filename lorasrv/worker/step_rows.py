@@ -18,20 +18,20 @@ from sgmv_kernels.metadata.segments import BASE, Int32
 
 @record
 class StepRows:
-    """Hold the T rows of a step's B sequences on the host, those of one adapter together.
+    """Hold the T rows of a step's B sequences on the host, grouped by adapter.
 
-    A request's rows are one sequence, under a policy several: each of its sequences consists of the rows that see the
-    same pages, and of these pages only.
+    A request's rows are one sequence, or several under a policy: each sequence then consists of the rows that see the
+    same pages, and has only these pages.
     """
 
     requests: list[ScheduledRequest]
-    # Of each content and weight that a request of the step has, and the weights.
+    # One entry for each distinct (content, weight) of the step's requests; `weights` has the weights.
     adapters: list[PlacedAdapter]
     weights: list[float]
     # [T].
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    # [most terms, T], indices into `adapters`: a row's first term, its second and so on, `BASE` behind its last.
+    # [most terms, T], indices into `adapters`: a row's first term, its second and so on; `BASE` after its last.
     row_terms: Int32
     # [B].
     query_lens: npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ class StepRows:
     page_tables: Int32
     # [S], see `ForwardBatch`.
     logit_rows: npt.NDArray[np.int64]
-    # The draft tree of each sequence; nothing if there are only chains.
+    # The draft tree of each sequence; empty if there are only chains.
     parents: list[Parents]
-    # [B], last rows of each sequence that are observed.
+    # [B], number of last rows of each sequence that are observed.
     num_observed: Int32
 
     @property
@@ -61,7 +61,7 @@ class StepRows:
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> "StepRows":
-        """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
+        """Build the rows of a step. Sequences are ordered by adapter, so that a segment is a range of rows."""
         requests = sorted(step.requests, key=lambda s: s.adapter_key or "")
         terms = [s.terms for s in requests]
         entries = sorted({term for own in terms for term in own})
@@ -104,9 +104,9 @@ class StepRows:
         )
 
     def part(self, first: int, end: int) -> "StepRows":
-        """Return some of the rows, not none, with all of `scheduled` and `adapters`; no policies over keys.
+        """Return a non-empty range of the rows, with all of `scheduled` and `adapters`. There must be no KV policies.
 
-        A sequence that is cut goes on in another part, as one that is computed in chunks does.
+        A sequence that is split continues in another part, as if it were computed in chunks.
         """
         ends = np.cumsum(self.query_lens)
         starts = ends - self.query_lens
@@ -128,7 +128,7 @@ class StepRows:
 
 
 def _owners(terms: Sequence[Sequence[tuple[AdapterKey, float]]], entries: Sequence[tuple[AdapterKey, float]]) -> Int32:
-    """Return `row_terms` of one row of each request."""
+    """Return `row_terms` with one row for each request."""
     index = {entry: i for i, entry in enumerate(entries)}
     owners = np.full((max(map(len, terms), default=0) or 1, len(terms)), BASE, dtype=np.int32)
     for request, own in enumerate(terms):
@@ -151,8 +151,8 @@ def _tree_positions(scheduled: ScheduledRequest) -> list[int]:
 def _logit_rows(
     requests: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return the rows [S] whose logits predict next tokens, those of a sequence together; `ends` is the row behind
-    each sequence."""
+    """Return the rows [S] whose logits predict next tokens, grouped by sequence; `ends` has the end (exclusive) of each
+    sequence."""
     if not any(s.num_guessed_tokens for s in requests):
         return (ends - 1)[samples]
     rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(requests, ends.tolist(), strict=True)]
@@ -160,7 +160,7 @@ def _logit_rows(
 
 
 class _Sequence(NamedTuple):
-    """Rows that see the same pages: the last `num_rows` of the `num_keys` tokens in `pages`."""
+    """Hold rows that see the same pages: the last `num_rows` of the `num_keys` tokens in `pages`."""
 
     num_rows: int
     num_keys: int

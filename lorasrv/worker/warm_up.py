@@ -1,11 +1,12 @@
-"""Warm-up of a GPU: steps that launch every kernel which a server's steps can, computed before the first request.
+"""Warm-up of a GPU: steps that launch every kernel that a server's steps can launch, before the first request.
 
-The kernels that a step launches depend on its rows, on the rows that have logits, on the ranks of its adapters, on
-whether keys are cut into parts and whether there is a prompt: on numbers only by the bounds of the device's table and,
-up to `ROPE_ROWS` rows, by powers of two. So a step of every class launches all. The adapters of these steps change all
-that one can: the ends of the model, gains and shifts besides. Pages and panels lie at the start of the empty pool.
+The kernels of a step depend on its rows, on the rows with logits, on the ranks of its adapters, on whether keys are
+split into parts and on whether there is a prompt. Numbers matter only by the classes between the bounds of the device's
+table and, up to `ROPE_ROWS` rows, by powers of two. So one step of every class launches all kernels. The adapters of
+these steps change everything that an adapter can, including the ends of the model, gains and shifts. Pages and panels
+lie at the start of the empty pool.
 
-Source: steps of made-up requests before the server is ready, vLLM.
+Source: steps of dummy requests before the server is ready, vLLM.
 """
 
 import itertools
@@ -42,7 +43,8 @@ _ADAPTER = AdapterKey("warm-up")
 
 
 def compile_kernels(passes: Sequence[Callable[[], object]], progress: Progress) -> None:
-    """Compile and load every kernel that some passes launch, then let them run: libraries load kernels of their own."""
+    """Compile and load every kernel that the passes launch, then run the passes, because libraries load their own
+    kernels."""
     with torch.inference_mode(), noted() as keys:
         for run in passes:
             run()
@@ -60,7 +62,7 @@ def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits:
 
 
 def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:
-    """Return a number of each range that the bounds of this name in a device's table separate, from 1 to `most`."""
+    """Return one number from each range between the bounds of this name in a device's table, from 1 to `most`."""
     rows = [row for part in table.values() if isinstance(part, list) for row in part]
     return sorted({row[bound] for row in rows if row.get(bound) is not None and row[bound] < most} | {most})
 
@@ -89,7 +91,7 @@ class WarmUpSteps:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""
         adapters = list(self._adapters())
         bounds = {*classes(self._table, "max_rows", self._limits.max_rows), *self._table["dequantize_above"].values()}
-        # More rows with logits make steps large, and take no other kernels.
+        # More rows with logits only make steps larger; they launch no other kernels.
         asked = max(self._table["dequantize_above"].values()) + 1
         for rows in sorted({2**power for power in range(ROPE_ROWS.bit_length())} | bounds):
             if rows <= self._limits.max_rows:
@@ -117,12 +119,12 @@ class WarmUpSteps:
         return self._step([self._single(str(i), num_keys, adapter) for i in range(rows)], adapter)
 
     def _observed(self) -> SchedulerOutput:
-        """Return a step of one token whose attention to each page is wanted."""
+        """Return a step of one token whose attention to each page is observed."""
         policy = SelectPolicy(budget=self._memory.page_size, page_size=self._memory.page_size)
         return self._step([replace(self._single("0", 1, None), kv_policy=policy, num_observed=1)], None)
 
     def _trees(self) -> SchedulerOutput:
-        """Return a step of a draft tree, an answer with cut keys and a prompt that is cut into long tiles."""
+        """Return a step of a draft tree, an answer with split keys and a prompt that is split into long tiles."""
         drafts = PlannedDrafts((0, 0), ("lookup",) * 2, parents=(ROOT, ROOT))
         tree = replace(self._scheduled("tree", 3, 0, None), drafts=drafts)
         prompt = max(1, min(FEW_ROWS + 1, self._limits.max_rows - 4, self._limits.max_model_len))
@@ -131,16 +133,14 @@ class WarmUpSteps:
         )
 
     def _mixed(self, rows: int, rank: int) -> SchedulerOutput:
-        """Return a step of an answer's token with cut keys, and of prompts."""
+        """Return a step of an answer's token with split keys, and of prompts."""
         adapter = self._uniform(rank)
         return self._step(
             [self._single("answer", self._cut_keys, adapter), *self._prompts(rows - 1, 0, adapter)], adapter
         )
 
     def _prompts(self, rows: int, asked: int, adapter: PlacedAdapter | None) -> Iterator[ScheduledRequest]:
-        """Return one prompt, or as many as the longest context makes necessary; the logits of `asked` rows are asked
-        for.
-        """
+        """Return one prompt, or as many as the longest context requires; the logits of `asked` rows are requested."""
         for start in range(0, rows, self._limits.max_model_len):
             count = min(self._limits.max_model_len, rows - start)
             yield self._scheduled(str(start), count, 0, adapter, range(max(0, min(count, asked - start))))
@@ -161,12 +161,12 @@ class WarmUpSteps:
         return SchedulerOutput(tuple(requests), placements, (), AdapterOrders(), 0)
 
     def _ranks(self, total: int, highest: int) -> tuple[int, ...]:
-        """Return ranks of slices, `total` together as far as they reach with `highest` each."""
+        """Return ranks of slices, each at most `highest`, with the sum `total` or as close as possible."""
         slices = max(len(site.out_features) for site in self._spec.sites())
         return tuple(max(0, min(highest, total - i * highest)) for i in range(slices))
 
     def _adapters(self) -> Iterator[PlacedAdapter | None]:
-        """Yield an adapter of every class of ranks: slices have the first of its ranks at every site."""
+        """Yield an adapter for every class of ranks; the slices of each site have the first of these ranks."""
         if not self._max_rank:
             yield None
             return
@@ -177,11 +177,11 @@ class WarmUpSteps:
             yield self._placed(with_everything(self._spec, self._layout(ranks), ranks[0]))
 
     def _uniform(self, rank: int) -> PlacedAdapter | None:
-        """Return an adapter whose slices all have this rank, and that changes nothing else; None for 0."""
+        """Return an adapter whose slices all have this rank and which changes nothing else; None for rank 0."""
         return self._placed(self._layout((rank,) * MAX_SLICES)) if rank else None
 
     def _layout(self, ranks: tuple[int, ...]) -> AdapterLayout:
-        """Return a layout of equal layers, the slices of whose sites have the first of these ranks."""
+        """Return a layout of equal layers; the slices of each site have the first of these ranks."""
         layer, itemsize = self._layer_ranks(ranks), self._limits.adapter_dtype.itemsize
         return AdapterLayout(site_dims(self._spec), (layer,) * self._spec.num_layers, itemsize, self._spec.kv_slabs)
 
