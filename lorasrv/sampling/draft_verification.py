@@ -1,13 +1,13 @@
-"""Logits of known and draft tokens -> the tokens that plain decoding would have chosen, one or several a request.
+"""Logits of known and draft tokens -> the tokens that plain decoding would have chosen, one or several per request.
 
-At each row the very token is drawn that a step without drafts would draw: the same logits, adjusted for the same
-history, by the same draw of the same seed. While it is the draft token that stands in the next row, that row's logits
-are those of the text so far, and the next token is drawn from them; at the first draft that is wrong the step has said
-all that it can. So the answer does not depend on the drafts, only the number of steps does (speculative decoding's
-acceptance for a drafter that proposes single tokens, Leviathan et al. 2023, with the draw shared).
+Each row yields exactly the token that a step without drafts would draw: the same logits, adjusted for the same history,
+and the same draw from the same seed. If that token equals the draft token in the next row, the next row's logits belong
+to the text so far, and the next token is drawn from them. The step ends at the first wrong draft. So the answer does
+not depend on the drafts, only the number of steps does (speculative decoding's acceptance for a drafter that proposes
+single tokens, Leviathan et al. 2023, with a shared draw).
 
-With `--accept rejection` requests without a seed are accepted by rejection sampling instead: the distribution of their
-answers does not depend on the drafts, but each answer does.
+With `--accept rejection`, rejection sampling accepts the drafts of requests without a seed: the distribution of their
+answers does not depend on the drafts, but each single answer does.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ def choose_tokens(
 
     Args:
         logits: [at least S, V] fp32, the `num_logit_rows` of each request first, in their order.
-        drawn_from: what the draft token at a place of a request that is accepted by rejection was drawn from.
-        likeliest: [at least S] int64, of each of these rows as `Ops.likeliest` finds it; None: they are looked for.
+        drawn_from: returns the distribution that a draft token was drawn from, for requests with rejection sampling.
+        likeliest: [at least S] int64, the likeliest token of each row as `Ops.likeliest` finds it; None: computed here.
     """
     best = likeliest_torch(logits) if likeliest is None else likeliest
     if not any(s.num_guessed_tokens for s in requests):
@@ -62,10 +62,10 @@ def choose_tokens(
 
 
 def probed_tokens(likeliest: Tensor, requests: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
-    """Return the likeliest token behind each probe, of the requests whose probes' logits are all finite.
+    """Return the likeliest token after each probe, for the requests whose probes' logits are all finite.
 
     Args:
-        likeliest: [at least S] int64, as of `choose_tokens`.
+        likeliest: [at least S] int64, as for `choose_tokens`.
     """
     found, first = dict[RequestId, tuple[int, ...]](), 0
     for scheduled in requests if any(scheduled.drafts.probes.token_ids for scheduled in requests) else ():
@@ -78,7 +78,7 @@ def probed_tokens(likeliest: Tensor, requests: Sequence[ScheduledRequest]) -> di
 
 
 def _sampled(logits: Tensor, likeliest: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:
-    """Return the token of each path's current row: from a GPU of all rows at once, on a CPU without copying them."""
+    """Return the token of each path's current row: for all rows at once on a GPU, without copying rows on a CPU."""
     if logits.device.type != "cpu" and not any(path.is_rejecting for path in paths):
         rows = [path.row for path in paths]
         return sample_finite(logits[rows], [path.sampling_row() for path in paths], likeliest[rows])
@@ -95,33 +95,33 @@ def _accepted(logits: Tensor, likeliest: Tensor, path: "_Path", drawn_from: Draw
 
 
 class _Path:
-    """The tokens of one request so far, and the row that the next one is drawn from."""
+    """Hold the tokens of one request so far, and the row from which the next one is drawn."""
 
     def __init__(self, scheduled: ScheduledRequest, first_row: int) -> None:
         self.scheduled = scheduled
         self.tokens: list[int] = []
         self._first_row = first_row
         self._children = children(scheduled.draft_token_ids, scheduled.draft_parents)
-        # The draft token that was said last.
+        # The draft token that was accepted last.
         self._node = ROOT
-        # The scheduler's own state follows only what is said; a step may be computed twice.
+        # A copy: the scheduler's state may follow only the final tokens, as a step may be computed twice.
         self._ahead: ConstraintState | None = None
-        # Whether all its tokens are those of the highest logits, as they are.
+        # Whether each token is the one with the highest unprocessed logit.
         self.takes_likeliest = SamplingMetadata.of(scheduled).takes_likeliest
 
     def follow(self, likeliest: Sequence[int | None]) -> None:
-        """Take the tokens of the highest logits as far as the drafts are right."""
+        """Take the tokens with the highest logits as far as the drafts are right."""
         while self.goes_on_with(likeliest[self.row]):
             pass
 
     @property
     def is_rejecting(self) -> bool:
-        """Whether the current row's draft token is accepted by rejection sampling."""
+        """Return whether rejection sampling decides on the current row's draft token."""
         return self.scheduled.by_rejection and bool(self.drafts)
 
     @property
     def drafts(self) -> list[int]:
-        """The places of the drafts of the current row's token."""
+        """Return the places of the draft tokens for the current row's token."""
         return [at for (parent, _), at in self._children.items() if parent == self._node]
 
     @property
@@ -136,9 +136,9 @@ class _Path:
         )
 
     def goes_on_with(self, token: int | None) -> bool:
-        """Take the token of the current row; whether the next row's logits are those of the text with it."""
+        """Take the token of the current row; return whether the next row's logits belong to the text with it."""
         if token is None or (self._ahead is not None and self._ahead.error is not None):
-            # What is wrong here is found, and told, by the next step.
+            # The next step finds and reports the error.
             return False
         self.tokens.append(token)
         child = self._children.get((self._node, token))

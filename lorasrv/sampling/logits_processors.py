@@ -1,8 +1,8 @@
 """Change a row's logits before a token is chosen from them; docs/sampling.md has each formula and its source.
 
-All of it follows from what has come so far (`SamplingMetadata.history`); nothing is kept between steps, and no row
-looks at another. Which tokens are concerned is found on the host, from ids that it has anyway; the logits stay where
-they are, and nothing waits for a device.
+All changes depend only on the tokens so far (`SamplingMetadata.history`); nothing is kept between steps, and rows are
+independent. The affected tokens are found on the host, from ids that it has anyway. The logits stay on their device,
+and nothing waits for it.
 
 FSD: Yang et al. 2023, "A Frustratingly Simple Decoding Method for Neural Text Generation" (arXiv:2305.12675), in the
 discrete form of Inferflow: among the likeliest tokens, take the one that repeats the text so far least, measured by an
@@ -33,8 +33,8 @@ SMOOTHING = 0.9
 def repetition(history: npt.NDArray[np.int64], ngram: int, vocab_size: int) -> npt.NDArray[np.float32]:
     """Score from 0 to 1 how much each token would repeat the text so far.
 
-    The longest context of n - 1 tokens that the token has followed before weighs most (0.9 of the whole); the remaining
-    weight goes to the next shorter context, and so on. A context's vote is count / (total + 1), that of the empty
+    For each token, the longest context (at most n - 1 tokens) that it has followed before gets 0.9 of the weight; of
+    the rest, the next shorter context gets 0.9, and so on. A context's vote is count / (total + 1), that of the empty
     context count / total. A text of fewer than n - 1 tokens repeats nothing.
 
     Args:
@@ -88,10 +88,10 @@ class SamplingMetadata(NamedTuple):
     def after(
         cls, scheduled: ScheduledRequest, path: Sequence[int], constraint: ConstraintState | None
     ) -> "SamplingMetadata":
-        """Return the row of a draft token, before which this step has chosen `path`, that token last.
+        """Return the row of a draft token; `path` are the tokens that this step has chosen so far, that token last.
 
         Args:
-            constraint: a state that has followed `path`.
+            constraint: a state that has advanced along `path`.
         """
         return cls(scheduled.sampling, scheduled.num_generated + len(path), [*scheduled.history, *path], constraint)
 
@@ -107,7 +107,7 @@ class SamplingMetadata(NamedTuple):
 
     @property
     def takes_likeliest(self) -> bool:
-        """Return whether the token is that of the highest logit as it is."""
+        """Return whether the token is the one with the highest unprocessed logit."""
         return self.params.is_greedy and not self.changes_logits
 
     @property
@@ -117,8 +117,8 @@ class SamplingMetadata(NamedTuple):
 
 
 MAX_LOGIT = 1e30
-"""Bound of logits after penalties: two infinities would have no difference. Divided by the lowest temperature it is
-still finite in fp32.
+"""Bound of logits after penalties, because the difference of two infinities is undefined. Divided by the lowest
+temperature it is still finite in fp32.
 """
 BANNED = float("-inf")
 Mask = npt.NDArray[np.bool_]
@@ -129,7 +129,7 @@ def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
     Args:
         logits: [B, V] fp32.
-        rows: B rows; the logits of those that ask for nothing are bounded only.
+        rows: B rows; the logits of rows without options are only bounded.
 
     Returns: [B, V] fp32; -inf excludes a token.
     """
@@ -172,14 +172,14 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
 
 
 def _penalties(number: int, row: SamplingMetadata, vocab_size: int) -> tuple[npt.NDArray[np.generic], ...]:
-    """Return, for each token of the history: row number, token id, divisor of its logit, and what is then
-    subtracted.
+    """Return, for each token of the history: row number, token id, divisor of its logit, and the amount subtracted
+    afterwards.
     """
     p = row.params
     history = np.array(row.history, dtype=np.int64)
     counts = np.bincount(history[len(history) - row.num_generated :], minlength=vocab_size)
     seen = counts if p.repetition_penalty == 1.0 else np.bincount(history, minlength=vocab_size)
-    tokens = np.flatnonzero(seen > 0)  # five times as fast on booleans
+    tokens = np.flatnonzero(seen > 0)  # booleans are five times as fast
     counts = counts[tokens]
     minus = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
     return np.full(len(tokens), number), tokens, np.full(len(tokens), p.repetition_penalty), minus
@@ -193,8 +193,8 @@ def _mark(logits: Tensor, row: SamplingMetadata) -> None:
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
-    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens`, and bad words and
-    repeated n-grams, if nothing else is.
+    """Return the [V] mask of allowed tokens; None: all. If nothing else is allowed, end tokens before `min_tokens`, bad
+    words and repeated n-grams are.
     """
     may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
     if row.params.allowed_token_ids is not None:
@@ -215,7 +215,7 @@ def _without(tokens: Sequence[int], may: Mask | None, vocab_size: int) -> Mask |
 
 
 def _ends_of_bad_words(row: SamplingMetadata) -> list[int]:
-    """Return the tokens that would complete a bad word behind the answer so far."""
+    """Return the tokens that would complete a bad word at the end of the answer so far."""
     said = row.generated if row.params.bad_word_ids else ()
     return [
         last
@@ -242,8 +242,8 @@ def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:
 
 
 def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
-    """Return FSD's [V] scores, (1 - alpha) p - alpha r for the likeliest tokens and -inf for others; the highest is
-    chosen.
+    """Return FSD's [V] scores: (1 - alpha) p - alpha r for the likeliest tokens and -inf for others. The token with the
+    highest score is chosen.
     """
     p = row.params
     probs = torch.softmax(logits, dim=-1)
@@ -254,13 +254,13 @@ def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
 
 
 def _on(logits: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
-    """Copy an array to the device of the logits, without waiting."""
+    """Copy an array to the logits' device, without waiting for it."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else host
 
 
 def typical(probs: Tensor, mass: float | Tensor) -> Tensor:
-    """Select the tokens whose surprise -log p is nearest to the entropy, until together they have the given mass.
+    """Select the tokens whose surprise -log p is nearest to the entropy, until they reach the given mass together.
 
     Args:
         probs: [..., V], not negative; need not sum to 1. Zeros are never kept, and at least one token is.

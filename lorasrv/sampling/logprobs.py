@@ -1,6 +1,6 @@
 """Compute log-probabilities of tokens for the rows that request them.
 
-The same row gives the same floats whatever shares its batch, and with any number of threads.
+A row gives the same floats in any batch and with any number of threads.
 """
 
 import math
@@ -14,9 +14,9 @@ from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.scheduler_output import ScheduledRequest, path_along
 
 ROWS_AT_ONCE = 16
-"""Rows ranked at a time; ranking takes 8 bytes a token beside the logits."""
+"""Rows ranked at a time; ranking takes 8 bytes per token in addition to the logits."""
 _BLOCK = 1024
-"""Logits whose exponentials are added up by one thread; torch would share those of a whole row among its threads."""
+"""Number of logits whose exponentials one thread adds up; torch would divide a whole row among its threads."""
 
 
 def chosen_logprobs(
@@ -26,7 +26,7 @@ def chosen_logprobs(
 
     Args:
         logits: [at least S, V], the `num_logit_rows` of each request first.
-        chosen: tokens of the first of these rows, and of those of the accepted draft tokens.
+        chosen: tokens of each request's first row, and of the rows of its accepted draft tokens.
     """
     rows: list[int] = []
     tokens: list[int] = []
@@ -118,8 +118,7 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
     width = logits.shape[1]
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    # Map floats to integers of the same order (-0.0 becomes 0.0 first) and append the id, so that no two keys are
-    # equal.
+    # Map floats to integers in the same order (-0.0 becomes 0.0 first) and append the id, so that all keys differ.
     bits = (logits + 0.0).view(torch.int32).long()
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = order * 2**32 + torch.arange(width - 1, -1, -1, device=logits.device)

@@ -1,9 +1,9 @@
 """Exponential race: draw a token so that two models that nearly agree nearly always draw the same one.
 
-Each token gets a random time, exponentially distributed with its probability as rate; the first one wins, with exactly
-its probability. The times come from the request's seed, the number of tokens and the token itself, so a draft model and
-the model that checks it run the same race (Daliri et al. 2024, arXiv:2408.07978), and the order in which tokens are
-looked at does not matter. The unlikely tokens enter as one, and the winner among them is drawn by their sums.
+Each token gets a random time, exponentially distributed with its probability as rate; the token with the shortest time
+wins, with exactly its probability. The times depend on the request's seed, the number of tokens and the token itself,
+so a draft model and the model that verifies it run the same race (Daliri et al. 2024, arXiv:2408.07978), and the order
+of the tokens does not matter. The unlikely tokens enter as one, and the winner among them is drawn by cumulative sums.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 UNLIKELY = 2.0**-10
 """Probability below which tokens enter the race as one."""
 TOGETHER, INSIDE = -1, -2
-"""Stand for the unlikely tokens in the race, and for the draw among them."""
+"""Token numbers that stand for the unlikely tokens in the race, and for the draw among them."""
 _ROUNDING = 1e-5
 Floats = npt.NDArray[np.floating]
 Int64 = npt.NDArray[np.int64]
@@ -41,13 +41,13 @@ def race(probs: Floats, key: Int64, tokens: Int64 | None = None) -> int:
     likely = np.flatnonzero(probs >= UNLIKELY)
     times = _times(key, likely if tokens is None else tokens[likely]) / probs[likely]
     first = times.min(initial=np.inf)
-    # What the likely ones leave, and a little more, as it is rounded.
+    # The probability that the likely tokens leave, plus a margin for rounding.
     left = probs.sum() - probs[likely].sum() + _ROUNDING
     if (together := _times(key, np.array([TOGETHER]))[0]) < first * left:
         sums = np.where(probs < UNLIKELY, probs, 0.0).cumsum(dtype=np.float64)
         if together < first * sums[-1]:
             at = np.searchsorted(sums, _uniforms(key, np.array([INSIDE]))[0] * sums[-1], side="right")
-            # Where that was rounded up to the total: the last token that is not impossible.
+            # If the draw was rounded up to the total: the last token with a probability above 0.
             return min(int(at), int(np.searchsorted(sums, sums[-1])))
     return int(likely[times.argmin()])
 
@@ -78,7 +78,7 @@ def _times(keys: A, tokens: A) -> Any:
 
 
 def _uniforms(keys: A, tokens: A) -> Any:
-    """Return a number between 0 and 1, both excluded, for each token: float64, SplitMix64 (Steele et al. 2014)."""
+    """Return a number in the open interval (0, 1) for each token: float64, by SplitMix64 (Steele et al. 2014)."""
     bits = _shifted(_mixed(keys + (tokens + 3) * _GOLDEN), 12)
     return ((bits.double() if isinstance(bits, Tensor) else bits) + 0.5) * 2.0**-52
 
@@ -90,7 +90,7 @@ def _mixed(x: A) -> A:
 
 
 def _shifted(x: A, bits: int) -> A:
-    """Shift right, filling with zeros: the numbers are signed only as torch computes with no others."""
+    """Shift right, filling with zeros: the numbers are signed only because torch has no unsigned arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

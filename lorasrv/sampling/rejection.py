@@ -1,11 +1,11 @@
-"""Rejection sampling: draw from the model's distribution, starting from draft tokens that were drawn from others.
+"""Rejection sampling: draw from the model's distribution, given draft tokens from other distributions.
 
-A draft token x that was drawn from q is taken with probability min(1, p(x) / q(x)); otherwise p is replaced by what q
-did not cover, max(0, p - q), and the next draft token is tried, at last a draw from what is left. Whatever q, the
-result is distributed as p (Leviathan et al. 2023, arXiv:2211.17192; several tokens: Miao et al. 2023,
-arXiv:2305.09781).
+A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)). Otherwise p is replaced by what
+q did not cover, max(0, p - q), and the next draft token is tried; at last a token is drawn from the remaining p.
+Whatever q is, the result is distributed as p (Leviathan et al. 2023, arXiv:2211.17192; several tokens: Miao et al.
+2023, arXiv:2305.09781).
 
-That holds only if nothing that depends on a draft token decides whether it is tried.
+That holds only if the decision to try a draft token does not depend on that token.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 Probabilities = npt.NDArray[np.float64]
 _STREAM = 0x5EED
-"""Keeps these draws apart from those of the race, by which a draft model draws its tokens."""
+"""Keeps these draws independent of those of the race, with which a draft model draws its tokens."""
 
 
 class DrawnToken(NamedTuple):
-    """Hold a draft token and what it was drawn from."""
+    """Hold a draft token and the distribution that it was drawn from."""
 
     token: int
-    # [V]; None: from nothing, it was chosen. Tokens of one row that were drawn one after the other without putting back
+    # [V]; None: it was chosen without a draw. Tokens of one row that were drawn one after another without replacement
     # have the distribution of the first.
     probs: Probabilities | None
 
@@ -34,7 +34,7 @@ def accept_or_draw(probs: Probabilities, drawn: Sequence[DrawnToken], seed: int,
     Args:
         probs: [V], the model's probabilities.
         drawn: different draft tokens of this place, in the order in which they were drawn.
-        seed: of the request.
+        seed: seed of the request.
         position: number of the answer's tokens so far.
     """
     rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, position * 2**16 + _STREAM], np.uint64)))
@@ -50,7 +50,7 @@ def accept_or_draw(probs: Probabilities, drawn: Sequence[DrawnToken], seed: int,
             return token
         left = np.maximum(left - covered, 0.0)
         if not left.any():
-            # The same distribution but for rounding: the token was as good as taken.
+            # p and q are equal except for rounding: accept the token.
             return token
         left /= left.sum()
         gone.append(token)
@@ -59,7 +59,7 @@ def accept_or_draw(probs: Probabilities, drawn: Sequence[DrawnToken], seed: int,
 
 
 def _without(probs: Probabilities, gone: Sequence[int]) -> Probabilities:
-    """Return the distribution that a token was drawn from, after others of the same one."""
+    """Return the distribution of a token that was drawn after the tokens `gone`, without replacement."""
     left = probs.copy()
     left[list(gone)] = 0.0
     left /= left.sum()

@@ -1,8 +1,7 @@
-"""Choose the next token of each row from its logits; from a GPU only token ids are copied back, for all rows at
-once.
+"""Choose the next token of each row from its logits. A GPU copies back only token ids, for all rows at once.
 
-A random choice depends only on the request's seed and its number of tokens, so the same request gives the same text
-whatever shares its batch, and after a preemption. CPU and GPU may give different texts: their sums round differently.
+A random choice depends only on the request's seed and its number of tokens, so a request gives the same text in any
+batch, and after a preemption. CPU and GPU may give different texts, because their sums round differently.
 """
 
 import math
@@ -21,7 +20,7 @@ from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 CANDIDATES = 256
-"""Likeliest tokens that are looked for where they are nearly always enough: far cheaper than sorting the vocabulary."""
+"""Number of likeliest tokens searched for when that is nearly always enough; far cheaper than sorting all tokens."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
@@ -54,7 +53,7 @@ def sample_finite(
     """Choose a token for each row as `sample` does; None for a row with logits that are not finite.
 
     Args:
-        likeliest: [B] int64, of each row as `Ops.likeliest` finds it; None: they are looked for.
+        likeliest: [B] int64, the likeliest token of each row as `Ops.likeliest` finds it; None: computed here.
     """
     best = likeliest_torch(logits) if likeliest is None else likeliest
     if logits.device.type != "cpu":
@@ -70,18 +69,18 @@ def sample_finite(
 
 
 def likeliest_finite(logits: Tensor) -> list[int | None]:
-    """Return the token of the highest logit of each row of [B, V] fp32; None for a row with logits that are not
+    """Return the token with the highest logit in each row of [B, V] fp32; None for a row with logits that are not
     finite."""
     return or_none(likeliest_torch(logits))
 
 
 def or_none(tokens: Tensor) -> list[int | None]:
-    """Return tokens [B] as numbers, None for `NO_TOKEN`."""
+    """Return tokens [B] as ints, with None for `NO_TOKEN`."""
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
 def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata], best: Tensor) -> Tensor:
-    """Return [B] int64 tokens; `best` are those of the highest logits. Only rows that change logits are copied."""
+    """Return [B] int64 tokens; `best` are those with the highest logits. Only rows whose logits change are copied."""
     asking = [number for number, row in enumerate(rows) if row.changes_logits]
     if not asking:
         return _chosen(logits, rows, range(len(rows)), best)
@@ -109,15 +108,15 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int],
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return [B] int64. On a CPU numpy's: torch would wake all threads for a few microseconds."""
+    """Return [B] int64. On a CPU by numpy: torch would wake all threads for a few microseconds of work."""
     return logits.argmax(dim=-1) if logits.device.type != "cpu" else torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def draw_together_(tokens: Tensor, logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> None:
-    """Draw tokens of the rows `of` as `_draw` does, without copying anything to the host.
+    """Draw tokens for the rows `of` as `_draw` does, without copying anything to the host.
 
-    Rows that look at equally many of the likeliest tokens are drawn together: all tokens in their own order where
-    nothing asks for the likeliest, the first of them for a small top-k, else all, sorted.
+    Rows that need the same number of likeliest tokens are drawn together: all tokens in their own order if no option
+    needs the likeliest, the first few for a small top-k, otherwise all, sorted.
     """
     together: dict[int, list[int]] = {}
     for number in of:
@@ -128,14 +127,14 @@ def draw_together_(tokens: Tensor, logits: Tensor, rows: Sequence[SamplingMetada
 
 
 def _likeliest_of(p: SamplingParams, vocab: int) -> int:
-    """Return how many of the likeliest tokens a draw looks at; 0 for one that needs no order."""
+    """Return how many of the likeliest tokens a draw needs; 0 if it needs no order."""
     if 0 < p.top_k < vocab:
         return CANDIDATES if p.top_k <= CANDIDATES < vocab else vocab
     return vocab if p.top_p < 1.0 else 0
 
 
 def _drawn(logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: int) -> Tensor:
-    """Return [B] int64, a draw of each row from its `likeliest` tokens, from all in their own order if that is 0."""
+    """Return [B] int64, a draw for each row from its `likeliest` likeliest tokens; 0: from all, in their own order."""
     params = [row.params for row in rows]
     facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p, p.typical_p] for p in params]
     host, keys = torch.tensor(facts, dtype=torch.float32), torch.from_numpy(race_keys([_draw_of(row) for row in rows]))
@@ -157,11 +156,12 @@ def _drawn(logits: Tensor, rows: Sequence[SamplingMetadata], likeliest: int) -> 
 
 
 def _sorted(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` likeliest of each row and their tokens, the likeliest and then the lower number first."""
+    """Return the `count` highest probabilities of each row and their tokens, the highest first; among equal ones, the
+    lower token first."""
     vocab = probs.shape[1]
     if count == vocab:
         return probs.sort(dim=-1, descending=True, stable=True)
-    # Equal ones are kept apart by the token in the low bits; floats that are not negative sort as their bits do.
+    # The token in the low bits makes equal ones distinct; non-negative floats sort like their bits.
     tokens = torch.arange(vocab, device=probs.device)
     keys = (probs.view(torch.int32).long() << 32) + (vocab - 1 - tokens)
     top = keys.topk(count, dim=-1).values
@@ -193,8 +193,8 @@ def _draw(logits: Tensor, row: SamplingMetadata) -> int:
 
 
 def _filtered(logits: Tensor, row: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities of one row, and their tokens if these are not all: temperature, top-k, top-p over the
-    rest, min-p relative to the likeliest, then typical.
+    """Return the probabilities of one row, and their tokens if not all are left. In order: temperature, top-k, top-p
+    over the rest, min-p relative to the likeliest, typical.
     """
     p = row.params
     probs = torch.softmax(logits / p.temperature, dim=-1)
@@ -222,6 +222,6 @@ def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Te
 
 
 def _draw_of(row: SamplingMetadata) -> tuple[int, int]:
-    """Return what a row's draw depends on: its seed and its number of tokens."""
+    """Return the inputs of a row's draw: its seed and its number of tokens."""
     assert row.params.seed is not None, "a random request gets a seed at admission"
     return row.params.seed, row.num_generated

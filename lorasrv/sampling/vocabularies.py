@@ -1,7 +1,7 @@
-"""Split a step's logits by the number of tokens that a row may say.
+"""Split a step's logits by the size of the rows' vocabularies.
 
-Adapters with tokens of their own have more columns than the base. A row is looked at within its own columns only, and
-apart from rows of other widths: a sum over more columns may add in another order.
+Adapters with their own tokens have more columns than the base. A row is processed only within its own columns, and
+separately from rows of other widths: a sum over more columns may add in another order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from lorasrv.scheduler_output import ScheduledRequest
 
 
 class SameVocabulary(NamedTuple):
-    """Hold the logits [S, V] of requests that have as many tokens, V: their `num_logit_rows`, then their
+    """Hold the logits [S, V] of requests with the same vocabulary size V: their `num_logit_rows`, then their
     `prompt_rows`."""
 
     logits: Tensor
@@ -24,7 +24,7 @@ class SameVocabulary(NamedTuple):
 
     @property
     def num_sampled_rows(self) -> int:
-        """Return the rows of `sampled`; those of `asked` are behind them."""
+        """Return the number of rows of `sampled`; those of `asked` follow them."""
         return sum(s.num_logit_rows for s in self.sampled)
 
 
@@ -35,12 +35,12 @@ def by_vocabulary(
     asked: tuple[ScheduledRequest, ...],
     vocab_size: int,
 ) -> Iterator[SameVocabulary]:
-    """Yield the parts of a step; the step as it is where all have the base's tokens.
+    """Yield the parts of a step; if all requests have the base's tokens, yield the whole step.
 
     Args:
         logits: [S, at least V] fp32.
-        likeliest: as of `SameVocabulary`, of all these columns.
-        vocab_size: V of requests that do not say another.
+        likeliest: as in `SameVocabulary`, over all these columns.
+        vocab_size: V of requests without a size of their own.
     """
     sizes = {s.vocab_size for s in (*sampled, *asked)}
     if sizes <= {0}:
@@ -55,7 +55,7 @@ def by_vocabulary(
 def _of(
     size: int, requests: Sequence[ScheduledRequest], counts: Sequence[int], first: int
 ) -> tuple[tuple[ScheduledRequest, ...], list[int], int]:
-    """Return the requests of this size, their rows, and the row behind those of all requests."""
+    """Return the requests of this size, their rows, and the row after those of all requests."""
     rows = list[int]()
     for scheduled, count in zip(requests, counts, strict=True):
         rows += range(first, first + count) if scheduled.vocab_size == size else ()

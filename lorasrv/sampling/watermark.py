@@ -2,10 +2,10 @@
 one.
 
 Kirchenbauer et al. 2023, "A Watermark for Large Language Models" (arXiv:2301.10226), with one token of context and the
-defaults of text-generation-inference: green logits get `delta` added, and text with far more green tokens than chance
-gives is recognised as marked. The paper takes the green tokens from a seeded permutation of the vocabulary; here a
-keyed hash decides on each token alone, with probability `gamma`. Hence a detector needs neither torch nor the size of
-the vocabulary, and CPU and GPU agree. The hash must never change: text marked today may be examined years later.
+defaults of text-generation-inference: `delta` is added to green logits, and text with far more green tokens than by
+chance is recognised as marked. The paper takes the green tokens from a seeded permutation of the vocabulary; here a
+keyed hash decides for each token separately, with probability `gamma`. So a detector needs neither torch nor the size
+of the vocabulary, and CPU and GPU agree. The hash must never change: text marked today may be examined years later.
 Torch-free.
 """
 
@@ -24,7 +24,7 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class WatermarkVerdict(StrEnum):
-    """Name what the green tokens of a text show."""
+    """Name the result of a detection."""
 
     WATERMARKED = "watermarked"
     NOT_WATERMARKED = "not_watermarked"
@@ -36,9 +36,9 @@ class Detection:
     """Report the watermark's evidence in a text."""
 
     verdict: WatermarkVerdict
-    # Green pairs of neighbouring tokens.
+    # Number of different pairs of neighbouring tokens that are green.
     green: int
-    # Different pairs of neighbouring tokens.
+    # Number of different pairs of neighbouring tokens.
     scored: int
     z_score: float
     # Probability of so many green pairs in unmarked text.
@@ -55,7 +55,8 @@ def detect(token_ids: Sequence[int], watermark: Watermark, threshold: float = 4.
     """Test whether a text carries this watermark: z = (green - gamma T) / sqrt(T gamma (1 - gamma)) above the
     threshold.
 
-    T counts different pairs of neighbours, as a repeated phrase is no new evidence. p is the normal tail at z.
+    T is the number of different pairs of neighbours, because a repeated phrase is no new evidence. p is the normal tail
+    at z.
     """
     followers: dict[int, set[int]] = {}
     for previous, token in pairwise(token_ids):
