@@ -1,5 +1,5 @@
-"""Publish the engine's counters as plain numbers, written by the engine's thread and read by any; the API names
-them.
+"""Publish the engine's counters as plain numbers. The engine's thread writes them, any thread may read them; the API
+gives the metrics their names.
 """
 
 from collections.abc import Mapping
@@ -61,19 +61,19 @@ class EngineStats:
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     prefix_evictions_total: int = 0
-    # By drafter and depth: draft tokens that steps verified, and those that answers have said.
+    # By drafter and depth: draft tokens that steps verified, and those that became part of answers.
     draft_tokens_total: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     accepted_draft_tokens_total: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    # The same by tenth of the chance that was expected of each token, and the sums of these chances.
+    # The same by tenth of each token's expected chance, and the sums of these chances.
     draft_tokens_by_chance_total: Mapping[int, int] = field(default_factory=dict)
     accepted_draft_tokens_by_chance_total: Mapping[int, int] = field(default_factory=dict)
     expected_draft_tokens_by_chance_total: Mapping[int, float] = field(default_factory=dict)
-    # Chance that a draft token had to exceed to be verified.
+    # Acceptance chance that a draft token had to exceed to be verified.
     min_draft_chance: float = 0.0
-    # Past answers that drafts are made from.
+    # Bytes of past answers that serve as drafts.
     corpus_bytes: int = 0
     requests_failed_total: int = 0
-    # Monotonic clock.
+    # When the last step ended, on the monotonic clock.
     last_step_s: float = 0.0
     weight_bytes: int = 0
     pool_bytes: int = 0
@@ -81,7 +81,7 @@ class EngineStats:
     host_cache_adapters: int = 0
     host_cache_evictions_total: int = 0
     swap_bytes: int = 0
-    # Kernels of a GPU that steps have waited for though they were warmed up.
+    # GPU kernels that steps have waited for despite the warm-up.
     late_kernels_total: int = 0
     snapshot_bytes: int = 0
     snapshots_made_total: int = 0
@@ -98,7 +98,7 @@ class EngineStats:
 
     @property
     def kv_cache_usage_ratio(self) -> float:
-        """Return the share of pages that hold keys and values, among all pages but those of adapters in use."""
+        """Return the share of pages that hold keys and values, among all pages except those of adapters in use."""
         reachable = self.pages_total - self.pages_adapters + self.pages_adapters_idle
         return self.pages_kv / reachable if reachable else 0.0
 

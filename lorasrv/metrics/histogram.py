@@ -12,7 +12,7 @@ DISTINCT = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 class Histogram:
     """Count values by upper bounds, with one more count for larger values, and their sum.
 
-    One thread adds, any thread may read; a reader may see the newest value in one field and not in another.
+    One thread adds, any thread may read; a reader may see the newest value in one field but not yet in another.
     """
 
     __slots__ = ("bounds", "counts", "sum")

@@ -1,7 +1,7 @@
-"""Observers of requests, for all that keeps records of them: statistics, traces, queue bounds. No torch.
+"""Observers of requests, for everything that keeps records of them: statistics, traces, queue bounds. No torch.
 
-Everything in here belongs to the event loop's thread. For each request that was accepted `on_finished` comes exactly
-once, after its last `on_output`, however it ends.
+Everything here belongs to the event loop's thread. For each accepted request, `on_finished` is called exactly once,
+after its last `on_output`, however it ends.
 """
 
 import logging
@@ -13,7 +13,7 @@ from lorasrv.request import EngineCoreRequest
 
 _LOG = logging.getLogger(__name__)
 ENGINE_ENDED = frozenset({name_of(EngineDead), name_of(ServerStopping)})
-"""Why requests have finished whose engine has ended before them, by itself or because the server stops."""
+"""Reasons of requests that ended because their engine ended, by itself or because the server stops."""
 
 
 class RequestObserver:
@@ -23,25 +23,26 @@ class RequestObserver:
         """Note the choices of one request, which are on their way to the engine.
 
         Args:
-            arrived_s: when the request came in, in monotonic seconds.
+            arrived_s: arrival time of the request, in monotonic seconds.
         """
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
-        """Note an output that the client gets; the last one is finished."""
+        """Note an output for the client; the last one is finished."""
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
-        """Forget a request. Ids that are not known are ignored.
+        """Forget a request. Unknown ids are ignored.
 
         Args:
-            why: what ended it before its answer was whole: `client`, or an error as `name_of` spells it.
+            why: what ended it before its answer was complete: `client`, or an error as `name_of` spells it.
         """
 
     def on_refused(self, error: BaseException) -> None:
-        """Note that a request was not accepted. Cancellation means that the client has left."""
+        """Note that a request was not accepted. A cancellation means that the client has left."""
 
 
 class RequestObservers(RequestObserver):
-    """Pass each event on to several observers. If one fails, the others still get it, and so does the client."""
+    """Pass each event on to several observers. If one fails, the others still get the event, and the client its
+    output."""
 
     def __init__(self, observers: Sequence[RequestObserver]) -> None:
         self._observers = tuple(observers)

@@ -1,7 +1,7 @@
 """Count requests and measure their latency per adapter, for operators and listeners. Torch-free; holds no text.
 
-Owned by the event loop's thread; an output costs a microsecond. Rates are decaying sums: a token's weight falls by 1/e
-in `FADE_S`, so that no token has to be kept.
+Owned by the event loop's thread; an output costs a microsecond. Rates are decaying sums: a token's weight falls to 1/e
+in `FADE_S`, so no token has to be kept.
 """
 
 import logging
@@ -37,31 +37,31 @@ class FinishedRequestStats:
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
-    # Steps that gave it tokens; draft tokens that these verified, and those that were right.
+    # Steps that gave it tokens; draft tokens that these steps verified, and those that were right.
     steps: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     # Parts of the time to the first token.
     queue_s: float = 0.0
     load_s: float = 0.0
-    # Seconds after arrival; None: there was no token.
+    # Seconds from arrival to the first token; None: there was no token.
     first_token_s: float | None = None
     tier: AdapterTier | None = None
-    # The base answered in place of the adapter.
+    # Whether the base answered in place of the adapter.
     fell_back: bool = False
-    # The choice shares the pages of the first choice's prompt.
+    # Whether the choice shares the pages of the first choice's prompt.
     is_further: bool = False
-    # What is charged in the ledger.
+    # Account that is charged in the ledger.
     account: Account = ("", None)
 
     @property
     def is_answered(self) -> bool:
-        """Return whether there is an answer, whole or partial. That to a prompt (`max_tokens: 0`) has no token."""
+        """Return whether there is an answer, complete or partial. With `max_tokens: 0` the answer has no token."""
         return self.first_token_s is not None or self.reason is FinishReason.LENGTH
 
     @property
     def failed(self) -> bool:
-        """Return whether its client was told of an error in place of the rest."""
+        """Return whether its client got an error in place of the rest."""
         return self.why not in ("", CLIENT)
 
     @property
@@ -77,7 +77,7 @@ class FinishedRequestStats:
 
 Listener = Callable[[FinishedRequestStats], None]
 REQUEST_LISTENER: ContextVar[Listener | None] = ContextVar("request_listener", default=None)
-"""Listener for the end of each request that is added in its context."""
+"""Listener for the end of each request that is added in the current context."""
 _LOG = logging.getLogger(__name__)
 FADE_S = 10.0
 MAX_ACCOUNTS = 8192
@@ -85,7 +85,7 @@ MAX_ACCOUNTS = 8192
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Accumulate the requests that name one adapter id, and the tokens that it answers; "" is the base."""
+    """Accumulate the requests that name one adapter id ("": the base), and the tokens of its answers."""
 
     # The content requested last.
     key: AdapterKey | None = None
@@ -122,13 +122,13 @@ class _LiveRequest:
     first_s: float | None = None
     last_s: float = 0.0
     tokens: int = 0
-    # Of these, those that another replica has generated and counted.
+    # Of these, tokens that another replica has generated and counted.
     resumed_tokens: int = 0
     latest: RequestOutput = field(default_factory=lambda: _NOTHING)
 
 
 class RequestStats(RequestObserver):
-    """Hears of every request. Ids that were not asked for longest are forgotten when there are too many.
+    """Count every request. If there are too many ids, those not requested for longest are forgotten.
 
     Attributes:
         rejected: count by error name (`name_of`).
@@ -155,11 +155,11 @@ class RequestStats(RequestObserver):
         self.request = Histogram()
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """Open accounts for requests that came in at `arrived_s`, on this object's clock, but not for those that a peer
-        counts. The listener of the caller's context will be told of their ends."""
+        """Open accounts for requests that arrived at `arrived_s`, on this object's clock, except those that a peer
+        counts. The listener of the caller's context is called when they end."""
         listener = REQUEST_LISTENER.get()
         for message in (request for request in requests if not request.is_for_peer):
-            # The account goes to the end: those at the front have not been asked for longest.
+            # Move the account to the end: those at the front have not been requested for longest.
             account = self._accounts.pop(message.adapter_id, None) or RequestTotals()
             self._accounts[message.adapter_id] = account
             account.key = message.adapter_key
@@ -224,11 +224,11 @@ class RequestStats(RequestObserver):
         return self._accounts.get(adapter_id) or RequestTotals()
 
     def forget(self, adapter_id: str) -> None:
-        """Drop the account of a deleted id, so that a new adapter of that name starts from zero."""
+        """Drop the account of a deleted id, so that a new adapter with that name starts from zero."""
         self._accounts.pop(adapter_id, None)
 
     def hottest(self, most: int) -> list[tuple[str, RequestTotals]]:
-        """Return up to `most` ids by tokens per second, the base ("") included; ids without requests are left out."""
+        """Return up to `most` ids by tokens per second, including the base (""); ids without requests are left out."""
         now_s = self._clock()
         ranked = sorted(self._accounts.items(), key=lambda item: -item[1].tokens_per_s(now_s))
         return ranked[:most]
@@ -243,7 +243,7 @@ class RequestStats(RequestObserver):
             yield request.adapter_id, request.first_s is not None
 
     def _answering(self, request: _LiveRequest) -> RequestTotals:
-        """Return the account of what answers a request: the base's, if that does in place of the adapter."""
+        """Return the account whose model answers a request: the base's, if the base answers in place of the adapter."""
         return self._accounts.setdefault("", RequestTotals()) if request.latest.timing.fell_back else request.account
 
     def _begun(self, request: _LiveRequest, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """Measure steps and adapter loads: counted by the engine's thread, collected by the event loop. Torch-free.
 
-A step costs 2 microseconds, and 0.25 for each request in it. Its time is divided by tokens: a request with 3 of a
-step's 12 rows is charged a quarter. `StepProfile` divides a step's time by part; it always counts, at some microseconds
-a step, and `serve --profile` prints it.
+Counting a step costs 2 microseconds, and 0.25 for each request in it. A step's time is divided by tokens: a request
+with 3 of a step's 12 rows is charged a quarter. `StepProfile` divides a step's time by part; it always counts, at a
+cost of some microseconds per step, and `serve --profile` prints it.
 """
 
 import threading
@@ -94,7 +94,7 @@ class StepProfile:
     def __init__(self) -> None:
         self.steps = 0
         self.rows = 0
-        # Between the end of a pass and the beginning of the next, where that was planned meanwhile, and how often.
+        # Seconds between two passes if the second was planned during the first, and the number of such gaps.
         self.gap_s = 0.0
         self.gaps = 0
         self._seconds: dict[str, float] = {}
@@ -112,8 +112,8 @@ class StepProfile:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def add_kernels(self, seconds: float, kernels: Mapping[str, float]) -> None:
-        """Count a forward pass in which the engine's thread spent so long: its kernels by kind, of which this thread
-        may not have seen all, and the remaining time."""
+        """Count a forward pass in which the engine's thread spent `seconds`: its kernels by kind, and the remaining
+        time. Other threads may have computed some of the kernels."""
         whole = sum(kernels.values())
         seen = min(1.0, seconds / whole) if whole else 0.0
         for kind, spent in kernels.items():

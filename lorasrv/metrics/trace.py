@@ -1,8 +1,8 @@
 """Record traffic as a trace file, one line of JSON per finished request, and read it back. Torch-free.
 
-A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
-other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
-Unknown fields are ignored.
+A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` is an id, or null for the base. The other
+fields make a replay more faithful; a server has measured `tier` and the fields that end in `_ms`. Unknown fields are
+ignored.
 """
 
 import json
@@ -29,13 +29,13 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     adapter: str | None = None
-    # The request's bound; None: as many as it got.
+    # The request's `max_tokens`; None: as many as it got.
     max_tokens: int | None = None
     # Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
     priority: int = 0
     timeout_s: float | None = None
-    # The principal.
+    # Principal of the API key.
     key: str | None = None
     adapter_bytes: int | None = None
     ttft_ms: float | None = None
@@ -43,7 +43,7 @@ class TraceRequest:
     queue_ms: float | None = None
     load_ms: float | None = None
     tier: AdapterTier | None = None
-    # Steps that gave it tokens, draft tokens that these verified, and those of them that it said.
+    # Steps that gave it tokens; draft tokens that these steps verified, and those that were right.
     steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -63,7 +63,7 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     """Read all requests of a file, in order of arrival.
 
     Raises:
-        InvalidTrace: a line is malformed (names the line and the field), or the file is empty.
+        InvalidTrace: a line is malformed (the message names the line and the field), or the file is empty.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:

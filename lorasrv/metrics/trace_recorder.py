@@ -1,7 +1,7 @@
-"""Writes a server's traffic to a file while it serves: a line for each answer that ends, each choice for itself.
+"""Write a server's traffic to a file while it serves: one line per answer that ends, and per choice.
 
-Belongs to the event loop's thread, no torch. A line is some 300 bytes, written when an answer is over:
-microseconds. If the disk fails, recording ends with a word in the log, and serving goes on.
+Belongs to the event loop's thread; no torch. A line has some 300 bytes and is written within microseconds when an
+answer ends. If the disk fails, recording ends with a line in the log, and serving continues.
 """
 
 import errno
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended."""
+    """Hold a request that has not ended."""
 
     message: EngineCoreRequest
     arrived_s: float
@@ -34,18 +34,18 @@ class _Open:
 
 
 class TraceRecorder(RequestObserver):
-    """Appends to a file. One that has lines already is gone on with: its clock runs on from its last line.
+    """Append to a file. If it has lines already, its times continue from its last line.
 
     Args:
         clock: monotonic seconds.
     Raises:
         OSError: the file cannot be written.
-        InvalidTrace: it is something else than a trace.
+        InvalidTrace: the file is not a trace.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Without a buffer of Python's: every line is the kernel's at once, and nothing is left for `close` to fail on.
+        # Unbuffered: every line goes to the kernel at once, and `close` has nothing left to write that could fail.
         self._file: FileIO | None = path.open("a+b", buffering=0)
         try:
             _cut_torn_line(self._file, path.name)
@@ -64,7 +64,7 @@ class TraceRecorder(RequestObserver):
         self.close()
 
     def close(self) -> None:
-        """Requests that have not ended are left out."""
+        """Close the file. Requests that have not ended are left out."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -84,8 +84,8 @@ class TraceRecorder(RequestObserver):
             self._end(request_id, output.finish_reason)
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
-        """Record an answer that its client did not wait for, or that failed: it was load all the same. What the end of
-        the engine cuts off is left out."""
+        """Record an answer that failed, or for which its client did not wait: it was load, too. Answers that the end of
+        the engine cuts off are left out."""
         if why in ENGINE_ENDED:
             self._open.pop(request_id, None)
         elif request_id in self._open:
@@ -94,7 +94,7 @@ class TraceRecorder(RequestObserver):
     def _end(self, request_id: RequestId, reason: FinishReason) -> None:
         request = self._open.pop(request_id)
         if request.latest is None or request.first_token_s is None:
-            return  # nothing was generated: no answer, and next to no load
+            return  # nothing was generated: no answer, and hardly any load
         self._write(_line(request, request.latest, reason, self._start_s, self._clock()))
 
     def _write(self, line: TraceRequest) -> None:
@@ -136,10 +136,10 @@ def _line(request: _Open, output: RequestOutput, reason: FinishReason, start_s: 
 
 
 def _cut_torn_line(file: FileIO, name: str) -> None:
-    """Cut off a last line without an end, which a full disk or a loss of power leaves.
+    """Cut off an incomplete last line, which a full disk or a power failure leaves.
 
     Raises:
-        InvalidTrace: the line before is none of a trace.
+        InvalidTrace: the line before is not one of a trace.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_LINE_BYTES))
@@ -152,7 +152,8 @@ def _cut_torn_line(file: FileIO, name: str) -> None:
 
 
 def _seconds_recorded(file: FileIO, name: str) -> float:
-    """How long ago, by the last line, the trace began: the file was written last when that request ended."""
+    """Return how many seconds ago the trace began, by its last line: that request ended when the file was last
+    written."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_LINE_BYTES))
     lines = (file.read(MAX_LINE_BYTES) or b"").splitlines() if size else []

@@ -1,4 +1,4 @@
-"""Count what one adapter was asked and what it cost, in numbers that can be added up. Torch-free."""
+"""Count the requests and the cost of one adapter, in numbers that can be added up. Torch-free."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -15,14 +15,14 @@ QUANTILES = (0.5, 0.95)
 class Usage:
     """Accumulate the usage of one content under one id, or of the base.
 
-    A request (one choice) counts for the adapter it named; its cost counts where it was computed. A request that fell
-    back to the base is one of the adapter's `fallbacks`, with its tokens and time counted for the base.
+    A request (one choice) counts for the adapter that it named; its cost counts for the model that computed it. A
+    request that fell back to the base is one of the adapter's `fallbacks`; its tokens and time count for the base.
     """
 
     requests: int = 0
     # Requests that failed.
     errors: int = 0
-    # Requests refused, or not done in time.
+    # Requests refused, or not finished in time.
     refused: int = 0
     # Requests whose client disconnected, or that ended with the server.
     aborted: int = 0
@@ -30,7 +30,7 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    # Steps that gave answers their tokens; draft tokens that these verified, and those that were right.
+    # Steps that gave answers their tokens; draft tokens that these steps verified, and those that were right.
     answer_steps: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -66,7 +66,8 @@ class Usage:
         self.last_used_s = now_s
 
     def on_answered(self, request: FinishedRequestStats) -> None:
-        """Count the tokens of an answer, whole or partial, where it was computed; several choices have one prompt."""
+        """Count the tokens of an answer, complete or partial, for the model that computed it. Several choices have one
+        prompt."""
         if not request.is_answered:
             return
         if not request.is_further:

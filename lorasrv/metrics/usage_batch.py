@@ -18,9 +18,9 @@ MAX_NUMBER = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class UsageBatch:
-    """Hold what a registry has to count once, however often it comes."""
+    """Hold usage that a registry must count exactly once, however often it arrives."""
 
-    # A start of a server.
+    # Identifies one start of a server.
     source: str
     # Counts the batches of the source, from 1.
     sequence: int
@@ -33,7 +33,7 @@ class UsageBatch:
 
 
 def to_rows(usages: Mapping[Account, Usage]) -> list[list[Any]]:
-    """Return the usage of accounts as values of JSON, without what is zero."""
+    """Return the usage of accounts as JSON values, without zeros."""
     return [
         [
             adapter_id,
@@ -46,10 +46,10 @@ def to_rows(usages: Mapping[Account, Usage]) -> list[list[Any]]:
 
 
 def from_rows(rows: Sequence[Any]) -> dict[Account, Usage]:
-    """Return the usage of accounts from values of JSON.
+    """Return the usage of accounts from JSON values.
 
     Raises:
-        ValueError: they are not what `to_rows` returns.
+        ValueError: the values do not have the form that `to_rows` returns.
     """
     found: dict[Account, Usage] = {}
     for row in rows:

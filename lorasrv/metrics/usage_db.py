@@ -1,12 +1,12 @@
-"""Store the ledger in one SQLite file, a row for each content under each id. Calls open the file and block.
+"""Store the ledger in one SQLite file, one row per content and id. Calls open the file and block.
 
-Less durable than the store's index on purpose: a crash of the machine loses some seconds of statistics.
+It is deliberately less durable than the store's index: a crash of the machine loses some seconds of statistics.
 
-A server that follows a registry also keeps what the registry has not counted yet: `unsent`, and in `sending` the
-batches that are on their way, the oldest first. One that the registry refuses although it counts later ones goes to
-`refused`, where it stays. A batch has a number under its source, a start of a server; the registry keeps the last
-number of each source, in the same transaction as the counts, so that a batch may come any number of times. Sources stay
-for ever, at some 60 bytes: no time is long enough for a repetition to be ruled out.
+A server that follows a registry also keeps the usage that the registry has not counted yet: in `unsent`, and in
+`sending` the batches on their way, oldest first. A batch that the registry refuses although it counts later ones is
+moved to `refused` for good. A batch has a sequence number under its source, which is one start of a server. The
+registry stores the last number of each source in the same transaction as the counts, so a batch may arrive any number
+of times. Sources, of some 60 bytes, are kept for ever, because a batch may be repeated after any time.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ _SOURCES = "CREATE TABLE sources (source TEXT PRIMARY KEY, sequence INTEGER NOT 
 class LedgerFile:
     """Access `ledger.db` in a store's folder, from one thread at a time.
 
-    An unreadable file is renamed and logged: statistics must not keep a server from starting.
+    An unreadable file is renamed and logged: statistics must not prevent a server from starting.
 
     Args:
-        sends: whether what is added is also kept for a registry.
+        sends: whether added usage is also kept for a registry.
 
     Raises (all methods):
-        sqlite3.Error, OSError: the disk failed; nothing of the call was done.
+        sqlite3.Error, OSError: the disk failed; the call changed nothing.
     """
 
     def __init__(self, path: Path, *, sends: bool = False) -> None:
@@ -67,10 +67,10 @@ class LedgerFile:
                 _add(db, usages, self._tables)
 
     def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
-        """Return the batch to send now: the same one until `on_batch_counted`. None: everything was.
+        """Return the batch to send now: the same one until `on_batch_counted`. None: everything was counted.
 
         Args:
-            behind: a batch that waits; return the one after it.
+            behind: a batch that waits; the next one after it is returned.
         """
         with self._open(is_lasting=True) as db:
             rows = db.execute("SELECT source, sequence, body FROM sending ORDER BY rowid").fetchall()
@@ -120,7 +120,7 @@ class LedgerFile:
                 _drop(db, table, [(adapter_id, key) for key in keys])
 
     def accounts(self, adapter_ids: Collection[str] | None = None) -> list[tuple[str, AdapterKey]]:
-        """Return each id and content that has a row; of these ids only, if there are any."""
+        """Return each id and content that has a row; only of the given ids, if any are given."""
         text = "SELECT adapter_id, digest FROM usage"
         with self._open() as db:
             if adapter_ids is None:
@@ -134,7 +134,7 @@ class LedgerFile:
         """Open a connection with a transaction around the block.
 
         Args:
-            is_lasting: whether it must outlast a power failure, because another machine relies on it.
+            is_lasting: whether it must survive a power failure, because another machine relies on it.
         """
         with contextlib.closing(self._connect()) as db:
             db.execute(f"PRAGMA synchronous = {'EXTRA' if is_lasting else 'NORMAL'}")
@@ -180,7 +180,7 @@ class LedgerFile:
 
 
 def _migrate(db: sqlite3.Connection, layout: int) -> None:
-    """Create the tables, with the rows of the older layout, which lacks the columns that have come since."""
+    """Create the tables, and copy the rows of the older layout, which lacks the newer columns."""
     db.execute(_REFUSED)
     if layout == 3:
         return

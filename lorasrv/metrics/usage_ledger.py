@@ -1,9 +1,9 @@
 """Keep the usage of each adapter since its upload, and of the base, over restarts. Torch-free.
 
-Numbers are added up in the event loop as requests end, and written by a thread every `WRITE_EVERY_S` seconds, when the
-ledger is read, and at shutdown; a crash loses what was not written. Memory holds only the unwritten usage of adapters
-that were busy in this interval, not that of ten thousand adapters. A registry's ledger also has what the servers that
-follow it have counted.
+Numbers are added up in the event loop as requests end. A thread writes them every `WRITE_EVERY_S` seconds, when the
+ledger is read, and at shutdown; a crash loses unwritten numbers. Memory holds only the unwritten usage of adapters that
+were busy in this interval, not that of ten thousand adapters. A registry's ledger includes the usage that its followers
+have counted.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ _LOG = logging.getLogger(__name__)
 FILE_NAME = "ledger.db"
 WRITE_EVERY_S = 5.0
 IDLE_WRITES = 12
-"""Turns between two writes while there are no requests: then only residency changes."""
+"""Intervals between two writes while there are no requests: only residency changes then."""
 MAX_ASKING_S = 2.0
-"""A step may take longer, or hang; the next sample then covers this time too."""
+"""Longest wait for the engine. A step may take longer, or hang; the next sample then covers this time too."""
 MAX_UNWRITTEN = 16384
 """Accounts kept in memory while writing fails; beyond this the oldest are dropped."""
 BASE_KEY = AdapterKey("")
@@ -64,7 +64,7 @@ class Ledger:
 
     Args:
         clock: monotonic seconds.
-        sends: whether the store's origin counts what is counted here, too.
+        sends: whether the store's origin also counts the usage that is counted here.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Ledger:
         self._store = store
         self._file = LedgerFile(folder / FILE_NAME, sends=sends)
         self.written = asyncio.Event()
-        """Set when there may be something to send; also at the start: by a server that was killed."""
+        """Set when there may be something to send; also at the start, as a killed server may have left something."""
         self.written.set()
         self._unwritten: dict[Account, Usage] = {}
         self._clock = clock
@@ -113,8 +113,8 @@ class Ledger:
                     _LOG.exception("the ledger was not updated; trying again at the next interval")
 
     async def stats(self, adapter_id: str, keys: Collection[AdapterKey]) -> dict[AdapterKey, Usage]:
-        """Return the usage of an id by content, for these contents; what has no weights has the key `BASE_KEY`, and
-        the base the id "".
+        """Return the usage of an id by content, for these contents. Usage without weights has the key `BASE_KEY`; the
+        base has the id "".
 
         Raises:
             sqlite3.Error, OSError: the disk failed.
@@ -127,7 +127,7 @@ class Ledger:
     async def forget(self, adapter_id: str, keys: Collection[AdapterKey | None]) -> None:
         """Drop the usage of deleted contents of an id: the id may be reused at once by another principal.
 
-        The key None is what has no weights.
+        The key None stands for usage without weights.
         """
         for key in keys:
             self._unwritten.pop((adapter_id, key), None)
@@ -139,7 +139,7 @@ class Ledger:
                 _LOG.warning("cannot remove deleted adapters from the ledger now: %s", error)
 
     async def prune(self, adapter_ids: Collection[str] | None = None) -> None:
-        """Drop the usage of contents that are no longer registered; under these ids only, if there are any."""
+        """Drop the usage of contents that are no longer registered; only under the given ids, if any are given."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._drop_unknown, adapter_ids)
@@ -147,7 +147,7 @@ class Ledger:
                 _LOG.error("the ledger cannot be read: %s", error)
 
     async def next_batch(self, behind: UsageBatch | None = None) -> UsageBatch | None:
-        """Return what to send now, or after a batch that waits; the same until `on_batch_counted`.
+        """Return the batch to send now, or after a batch that waits; the same one until `on_batch_counted`.
 
         Raises:
             sqlite3.Error, OSError: the disk failed.
@@ -207,7 +207,7 @@ class Ledger:
                     _LOG.error(why, error, exc_info=None if isinstance(error, sqlite3.Error | OSError) else error)
 
     def _write(self, usages: Mapping[Account, Usage]) -> None:
-        """Write the usage of existing adapters; a deleted adapter's id may be another's by now."""
+        """Write the usage of existing adapters; the id of a deleted one may already belong to another adapter."""
         records = self._store.records()
         self._file.add({account: usage for account, usage in usages.items() if _exists(account, records)})
 
