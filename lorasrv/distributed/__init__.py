@@ -1,1 +1,2 @@
-"""One replica over several processes: who computes which part of a model, and how parts meet (docs/partition.md)."""
+"""One replica over several processes: which process computes which part of a model, and how parts are combined
+(docs/partition.md)."""

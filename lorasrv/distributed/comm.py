@@ -1,7 +1,8 @@
-"""Comm: how ranks exchange tensors within a step, whatever carries them.
+"""Comm: how ranks exchange tensors within a step, over any transport.
 
-All ranks call the same operations in the same order, so nothing is named or numbered. A rank that waits too long, or
-for one that has gone, raises `RankLost`; the process then ends, as a step that was computed in part cannot be repeated.
+All ranks call the same operations in the same order, so messages need no names or numbers. A rank that waits too long,
+or for a rank that has ended, raises `RankLost`; the process then ends, because a partly computed step cannot be
+repeated.
 """
 
 import queue
@@ -15,14 +16,14 @@ from lorasrv.distributed.frames import RankLost
 
 Shape = Sequence[int]
 TIMEOUT_S = 120.0
-"""Longest wait for a rank that lives but does not answer; one that does not live is noticed sooner (`pulse.py`)."""
+"""Longest wait for a live rank that does not answer; a dead one is noticed sooner (`pulse.py`)."""
 
 
 class Comm(ABC):
     """Carry tensors between the ranks of one replica. For the thread that computes steps.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -30,7 +31,7 @@ class Comm(ABC):
 
     @property
     def meets_later(self) -> bool:
-        """Return whether ranks look each other up again after this was made."""
+        """Return whether ranks still connect to each other after this object was created."""
         return False
 
     @abstractmethod
@@ -43,15 +44,15 @@ class Comm(ABC):
 
     @abstractmethod
     def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
-        """Return the parts of these ranks, in their order; each of them calls this. `shapes` are those of the parts."""
+        """Return the parts of these ranks, in their order; each of them calls this. `shapes` has the parts' shapes."""
 
     def gather_columns(self, part: Tensor, widths: Sequence[int], ranks: tuple[int, ...]) -> Tensor:
         """Return the columns of these ranks side by side: [T, own width] -> [T, sum of widths]."""
         return torch.cat(self.gather(part, [(len(part), width) for width in widths], ranks), dim=1)
 
     def gather_sum(self, part: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return the sum of the parts of these ranks, which are of one shape: added in their order, so that it is the
-        same bits at all of them."""
+        """Return the sum of the parts of these ranks, which have the same shape. They are added in rank order, so that
+        all ranks get the same bits."""
         total, *others = self.gather(part, [part.shape] * len(ranks), ranks)
         for other in others:
             total += other
@@ -63,14 +64,14 @@ class Comm(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the transport holds."""
+        """Free the resources of the transport."""
 
 
 class MemoryComm(Comm):
     """Carry tensors between threads of one process: for tests.
 
     Args:
-        boxes: of all pairs (from, to), shared by all ranks; see `between`.
+        boxes: queues of all pairs (from, to), shared by all ranks; see `between`.
     """
 
     def __init__(self, rank: int, boxes: dict[tuple[int, int], "queue.SimpleQueue[Tensor]"], timeout_s: float) -> None:
@@ -103,4 +104,4 @@ class MemoryComm(Comm):
         return [self.receive(shape, part.dtype, rank) for rank, shape in zip(ranks, shapes, strict=True)]
 
     def close(self) -> None:
-        """Do nothing: the boxes go with the last rank."""
+        """Do nothing: the boxes are freed with the last rank."""

@@ -33,7 +33,7 @@ from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 class PartitionedExecutor(InProcessExecutor):
     """Compute steps in all ranks. See `Executor`.
 
-    A step that fails within the pass cannot be computed again: other ranks wait for parts that will not come.
+    A step that fails within the pass cannot be computed again: other ranks wait for parts that never arrive.
     """
 
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
@@ -81,7 +81,7 @@ class PartitionedExecutor(InProcessExecutor):
             return self.runner.run(own)
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
-        """Do operations in all ranks, and wait for them: an adapter may arrive in pages that they free."""
+        """Execute operations in all ranks, and wait for them: an adapter may be written into pages that they free."""
         swapped = 0
         with self._reaching():
             for op in ops:
@@ -98,10 +98,10 @@ class PartitionedExecutor(InProcessExecutor):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Say which rank cannot be reached.
+        """Report which rank cannot be reached.
 
         Raises:
-            EngineDead: one cannot.
+            EngineDead: a rank cannot be reached.
         """
         try:
             yield
@@ -110,11 +110,11 @@ class PartitionedExecutor(InProcessExecutor):
 
     @contextmanager
     def _filling(self, frames: Sequence[Frame]) -> Iterator[None]:
-        """Have each other rank do its frame, which fills pages, beside what the caller does.
+        """Have each other rank execute its frame, which fills pages, while the caller does its own part.
 
         Raises:
             RankFailed, RankOutOfMemory: a rank could not.
-            EngineDead: one has gone.
+            EngineDead: a rank has ended.
         """
         with self._reaching(), self._ranks.links.asking_bulk(frames):
             yield
@@ -127,7 +127,7 @@ class PartitionedExecutor(InProcessExecutor):
         return swapped
 
     def _number_of(self, request: RequestId) -> int:
-        """Return a number for a request: its id has a label that a client chose."""
+        """Return a number that replaces a request's id in frames: the id has a label that a client chose."""
         if request not in self._requests:
             self._requests[request] = self._next_request
             self._next_request += 1
@@ -169,9 +169,9 @@ class PartitionedExecutor(InProcessExecutor):
             self.runner.write_pages(own.contiguous(), copies)
 
     def commit_pages(self, slab: int, first_page: int, num_pages: int) -> None:
-        """See `Executor`; another rank may have fewer slabs, or more, which get memory when they are used.
+        """See `Executor`. Another rank may have fewer slabs, or more; memory for additional ones is committed on use.
 
-        Waits for all ranks: else the next step would wait for every piece that a slower rank has not done yet.
+        Wait for all ranks: otherwise the next step would wait until a slower rank has committed every piece.
         """
         with self._reaching(), self._ranks.links.asking(Frame(COMMIT, {"piece": [slab, first_page, num_pages]})):
             self.runner.commit_pages(slab, first_page, num_pages)

@@ -1,7 +1,7 @@
-"""Frames: plain data between ranks, as JSON and arrays. Nothing in a frame is code, and reading one runs none.
+"""Frames: plain data between ranks, as JSON and arrays. A frame contains no code, and reading one runs none.
 
-A frame is a line of JSON, which lists its arrays, and their bytes. `Link` sends frames over a socket, each behind its
-length.
+A frame is a line of JSON, which lists the arrays, followed by their bytes. `Link` sends frames over a socket, each
+preceded by its length.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 DTYPES = ("int64", "int32", "int8", "uint8", "uint16", "float16", "float32", "float64")
-"""Types of numbers that frames carry."""
+"""Dtypes of arrays in frames."""
 MAX_BYTES = 1 << 40
 _LENGTH_BYTES = 8
 _PIECE = 1 << 20
 _SKIPPED = 1 << 14
-"""Bytes that are passed over together."""
+"""Bytes that are skipped at a time."""
 
 
 class LinkClosed(Exception):
-    """Report that the other end of a link has gone."""
+    """Report that the other end of a link has closed."""
 
 
 class RankLost(Exception):
-    """Report a rank that has gone, or does not answer."""
+    """Report a rank that has ended or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Frame:
     arrays: Sequence[Array] = ()
 
     def encode(self) -> list[bytes | memoryview]:
-        """Return the frame's bytes in pieces."""
+        """Return the frame's bytes, in pieces."""
         arrays = [np.ascontiguousarray(array) for array in self.arrays]
         listed = [[array.dtype.name, *array.shape] for array in arrays]
         assert all(dtype in DTYPES for dtype, *_ in listed), f"a frame cannot carry {listed}"
@@ -51,10 +51,10 @@ class Frame:
 
     @classmethod
     def decode(cls, data: bytearray) -> "Frame":
-        """Return the frame of these bytes, which its arrays share.
+        """Return the frame in these bytes; its arrays share their memory.
 
         Raises:
-            ValueError: they are no frame.
+            ValueError: the bytes are not a frame.
         """
         end = data.index(b"\n") + 1
         head = json.loads(data[:end])
@@ -66,7 +66,7 @@ class Frame:
             size = count * np.dtype(dtype).itemsize
             if at + size > len(data):
                 raise ValueError("a frame is shorter than its arrays")
-            # Bytes behind the line of JSON may lie anywhere.
+            # The arrays' bytes after the line of JSON need not be aligned.
             own = np.frombuffer(memoryview(data)[at : at + size], dtype=np.uint8)
             arrays.append(_aligned(own, dtype).reshape(shape))
             at += size
@@ -88,7 +88,7 @@ class Link:
         self.send_pieces(frame.encode())
 
     def send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send a frame that is encoded.
+        """Send an encoded frame.
 
         Raises:
             LinkClosed: the other end has gone.
@@ -106,7 +106,7 @@ class Link:
 
         Raises:
             LinkClosed: the other end has gone.
-            MemoryError: there is too little memory for it; it is passed over, so that the next one can be received.
+            MemoryError: there is too little memory for the frame; it is skipped, so that the next can be received.
         """
         length = int.from_bytes(self._fill(bytearray(_LENGTH_BYTES)), "little")
         if length > MAX_BYTES:
@@ -120,7 +120,7 @@ class Link:
 
     def close(self) -> None:
         """End the connection; the other end's `receive` raises."""
-        # The other end may have been faster.
+        # The other end may have closed first.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,4 +1,4 @@
-"""The processes that compute one model: this one alone, as is usual, or several ranks, of which it is the first."""
+"""The processes that compute one model: usually this one alone, otherwise several ranks, of which it is the first."""
 
 from typing import Protocol
 
@@ -29,19 +29,19 @@ Panels = HostCache[PackedAdapter]
 
 
 class ModelProcesses(Protocol):
-    """Say what an engine needs of the processes that compute its model."""
+    """Provide what an engine needs from the processes that compute its model."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the key heads of the process with most of them: pages have one size in all processes."""
+        """Return the largest number of key heads of any process: pages have the same size in all processes."""
 
     @property
     def slabs_elsewhere(self) -> int:
-        """Return the slabs in the pools of the other processes."""
+        """Return the number of slabs in the pools of the other processes."""
 
     @property
     def can_lend_pages(self) -> bool:
-        """Return whether pages can be read beside the engine's thread."""
+        """Return whether other threads than the engine's can read pages."""
 
     @property
     def can_draft(self) -> bool:
@@ -49,7 +49,7 @@ class ModelProcesses(Protocol):
 
     @property
     def why_no_policy(self) -> str | None:
-        """Return why no request has a `kv_policy`; None if it may."""
+        """Return why requests may not have a `kv_policy`; None if they may."""
 
     def part(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the part of a checkpoint that this process loads."""
@@ -58,17 +58,17 @@ class ModelProcesses(Protocol):
         """Wait until the other processes have their weights.
 
         Raises:
-            ModelError, ConfigError, NotEnoughMemory: as one of them says.
+            ModelError, ConfigError, NotEnoughMemory: one of them reports it.
         """
 
     def adapters(self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype) -> HostAdapterStore:
-        """Return the adapters' source of all processes."""
+        """Return the source of adapters for all processes."""
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> Exchange:
-        """Have the other processes make their pools like this one's, and return what reaches them.
+        """Have the other processes make pools like this one's, and return the exchange with them.
 
         Raises:
-            ConfigError, NotEnoughMemory: as one of them says.
+            ConfigError, NotEnoughMemory: one of them reports it.
         """
 
     def executor(self, runner: ModelRunner) -> Executor:
@@ -107,7 +107,7 @@ class OneProcess:
         return LaunchingExecutor(runner) if self._device.type == "cuda" else ThreadedExecutor(runner)
 
     def close(self) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other processes."""
 
 
 class SeveralProcesses:
@@ -134,12 +134,12 @@ class SeveralProcesses:
 
 
 def start_processes(config: EngineConfig, spec: ModelSpec, device: torch.device, kv_format: KVFormat) -> ModelProcesses:
-    """Start the other processes, if the options ask for some.
+    """Start the other processes, if the options request any.
 
     Args:
-        spec: of the whole model.
+        spec: spec of the whole model.
     Raises:
-        ConfigError: an option does not go with a partition, or the model cannot be divided so.
+        ConfigError: an option is not possible with a partition, or the model cannot be divided this way.
     """
     if Partition.of(config.partition).num_ranks == 1:
         return OneProcess(spec, device)

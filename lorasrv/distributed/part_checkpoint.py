@@ -20,7 +20,7 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 
 
 class _Cut(NamedTuple):
-    """Say which outputs of a tensor are taken, and of a weight which inputs."""
+    """Select outputs of a tensor and, for a weight, inputs."""
 
     outputs: Tensor | slice
     inputs: slice = slice(None)
@@ -31,10 +31,10 @@ class _Cut(NamedTuple):
 
 
 class PartCheckpoint:
-    """Read a rank's part of an open checkpoint; see `Checkpoint`. `close` leaves that open.
+    """Read a rank's part of an open checkpoint; see `Checkpoint`. `close` leaves the checkpoint open.
 
-    Codes of quantized weights are taken, not rounded again: an output has a row of codes and factors of its own, and
-    inputs are cut between groups.
+    Codes of quantized weights are taken without rounding again: each output has its own row of codes and factors, and
+    inputs are split only between groups.
     """
 
     def __init__(self, whole: Checkpoint, spec: RankSpec) -> None:
@@ -71,7 +71,7 @@ class PartCheckpoint:
 
     @cached_property
     def _cuts(self) -> dict[str, _Cut | None]:
-        """Return what the rank takes of each tensor that it reads; None for all."""
+        """Return the part of each tensor that the rank reads; None: the whole tensor."""
         spec, part = self.spec, self.spec.part
         found: dict[str, _Cut | None] = {NORM: None}
         if part.is_first:

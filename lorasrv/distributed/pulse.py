@@ -1,9 +1,9 @@
 """Pulse: notice within seconds that a process of the replica has died or stopped, whatever the others wait for.
 
-Every rank sends a byte a second from a thread of its own. Rank 0 sees the connection end when the process does, and a
-process that is stopped or stuck by its silence. Either way the other ranks are killed, so that whatever waits for them
-raises. A server tells its clients and ends, with code 70: a part of a replica cannot serve, and a supervisor starts it
-again.
+Every rank sends one byte per second from its own thread. Rank 0 notices a process that ends because the connection
+closes, and one that is stopped or stuck because no bytes arrive. In both cases all other ranks are killed, so that
+everything that waits for them raises. A server then tells its clients and exits with code 70: it cannot serve with a
+part of a replica, and a supervisor restarts it.
 """
 
 import logging
@@ -17,16 +17,17 @@ from collections.abc import Callable, Mapping
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 70
-"""EX_SOFTWARE of sysexits.h, as the watchdog's."""
+"""EX_SOFTWARE of sysexits.h, like the watchdog's exit code."""
 PERIOD_S = 1.0
 SILENCE_S = 8.0
-"""Silence after which a rank counts as dead; with the second look, less than ten seconds after it has stopped."""
+"""Silence after which a rank counts as dead. With the second check, it is found less than ten seconds after it has
+stopped."""
 QUIET_S = 2.5
 """Silence after which a rank counts as silent: the server gets no new requests."""
 LAST_WORDS_S = 2.0
-"""Time in which clients of a server that ends can still read why."""
+"""Seconds in which clients can still read why the server ends."""
 LOADING_S = 120.0
-"""The same while a rank imports and loads, when a thread of its may wait long for the interpreter."""
+"""`SILENCE_S` while a rank imports and loads: its pulse thread may then wait long for the GIL."""
 
 
 def end_process(why: str) -> None:
@@ -42,9 +43,9 @@ class PulseMonitor:
 
     Args:
         pulses: connection of each rank.
-        end: called once, when one is dead; ends the others.
+        end: called once, when a rank is dead; ends the others.
         exit_: ends this process, with the reason, if it serves.
-        how: returns how a rank has ended, as far as that is known; the end of a sentence.
+        how: returns how a rank has ended, if known, as the end of a sentence.
     """
 
     def __init__(
@@ -65,36 +66,36 @@ class PulseMonitor:
         self._thread.start()
 
     def on_loaded(self) -> None:
-        """Note that all ranks serve, so that silence is short from now on."""
+        """Note that all ranks serve, so that the shorter limit of silence applies from now on."""
         self._allowed_s = SILENCE_S
 
     def exit_when_lost(self, tell: Callable[[str], None]) -> None:
-        """Have this process end when a rank is dead, `LAST_WORDS_S` after `tell` was called with the reason."""
+        """Have this process exit when a rank is dead, `LAST_WORDS_S` after `tell` is called with the reason."""
         self._last_words = tell
         if self._why is not None:
-            # It has died before there was anyone to tell.
+            # The rank died before `tell` was known.
             self._exit(self._why)
 
     @property
     def lost(self) -> str | None:
-        """Return why a rank is dead; None while none is."""
+        """Return why a rank is dead; None if all are alive."""
         return self._why
 
     def wait_lost(self, seconds: float) -> str | None:
-        """Wait until a rank is known to be dead, at most so long, and return why."""
+        """Wait at most `seconds` until a rank is known to be dead, and return why."""
         self._is_known.wait(seconds)
         return self._why
 
     @property
     def silence(self) -> str | None:
-        """Return which rank has been silent for `QUIET_S` since all serve; None if none has."""
+        """Return which rank has been silent for `QUIET_S`, once all serve; None if none has."""
         if self._allowed_s != SILENCE_S:
             return None
         silent = self._silent_for(QUIET_S)
         return f"rank {min(silent)} is silent" if silent else None
 
     def close(self) -> None:
-        """Stop watching: the ranks are to end."""
+        """Stop watching, because the ranks are being ended."""
         self._closed.set()
         self._thread.join()
 
@@ -108,7 +109,7 @@ class PulseMonitor:
                         self._tell(f"rank {rank} has ended{self._how(rank)}")
                         return
                     self._heard[rank] = time.monotonic()
-            # Twice: after the whole machine was stopped for a while, the ranks must be able to send first.
+            # Check twice: after a pause of the whole machine, the ranks must get a chance to send.
             silent = self._silent_for(self._allowed_s)
             if stopped := silent & suspects:
                 self._tell(f"rank {min(stopped)} has not answered for {self._allowed_s:g} s")
@@ -145,7 +146,7 @@ def beat(pulse: socket.socket, ended: Callable[[], None]) -> None:
 
 
 def _read(pulse: socket.socket) -> bool:
-    """Return whether the other end is still there."""
+    """Return whether the other end is still open."""
     try:
         return bool(pulse.recv(256))
     except OSError:

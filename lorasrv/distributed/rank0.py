@@ -1,4 +1,4 @@
-"""Rank 0 of a partition: starts the other ranks, and gathers what the factory needs of them."""
+"""Rank 0 of a partition: starts the other ranks, and provides what the factory needs from them."""
 
 import hashlib
 import os
@@ -39,7 +39,7 @@ from sgmv_kernels.ops import Ops
 
 STOP_S = 10.0
 REAPED_S = 1.0
-"""Longest wait for the status of a process whose connections have ended."""
+"""Longest wait, in seconds, for the exit status of a process whose connections have closed."""
 T = TypeVar("T")
 _DRAFTING = ("draft_model", "draft_layers", "draft_heads")
 
@@ -51,27 +51,27 @@ class RankLauncher(Protocol):
         """Start a rank, which gets these ends of the connections."""
 
     def comm(self, setup: RankSetup) -> Comm:
-        """Return rank 0's comm, once all ranks make theirs."""
+        """Return rank 0's comm, once all ranks create theirs."""
 
     @property
     def meeting(self) -> str:
         """Return the path at which the ranks meet."""
 
     def forget_meeting(self) -> None:
-        """Free what the meeting took, once all ranks have met."""
+        """Free the resources of the meeting, once all ranks have met."""
 
     def watch(self, sockets: Sequence[RankSockets]) -> PulseMonitor:
         """Return the monitor of the ranks' pulses."""
 
     def stop(self) -> None:
-        """Wait until the ranks have ended, and free what starting them took."""
+        """Wait until the ranks have ended, and free the resources of their start."""
 
 
 class ProcessLauncher:
     """Run each rank in a process of this machine.
 
     Raises:
-        ConfigError: this process has a group of torch.distributed, of which it can have one.
+        ConfigError: this process already has a group of torch.distributed, and it can have only one.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class ProcessLauncher:
                 [sys.executable, "-P", "-m", "lorasrv.distributed.rank_process", *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                # What a terminal sends is rank 0's: it ends the ranks when its requests are done.
+                # Only rank 0 gets a terminal's signals: it ends the ranks when its requests are done.
                 start_new_session=True,
                 env=os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000")},
             )
@@ -125,7 +125,7 @@ class ProcessLauncher:
         return f" with code {code}; its own lines on stderr say why"
 
     def _kill(self) -> None:
-        # A stopped process would not notice that rank 0 is gone.
+        # A stopped process would not notice that rank 0 has ended.
         for process in self._processes:
             process.kill()
         self.forget_meeting()
@@ -143,11 +143,11 @@ class ProcessLauncher:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRanks:
-    """Hold what the ranks from 1 on have loaded; empty where there is only rank 0."""
+    """Hold what ranks 1 and up have loaded; empty if there is only rank 0."""
 
     weight_bytes: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
-    # Linears kept as the file's codes, and made from dequantized ones; each once, and none of rank 0's.
+    # Linears kept as the file's codes, and linears made from dequantized ones; each counted once, without rank 0's.
     kept_codes: int = 0
     remade_codes: int = 0
 
@@ -164,10 +164,10 @@ class Ranks:
     """Hold the ranks of a partition, from their start to their end.
 
     Args:
-        whole: the model.
-        launch: makes what starts the ranks.
+        whole: spec of the whole model.
+        launch: creates the launcher of the ranks.
     Raises:
-        ConfigError: an option does not go with a partition, or the model cannot be divided so.
+        ConfigError: an option is not possible with a partition, or the model cannot be divided this way.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class Ranks:
 
     @property
     def threads(self) -> int:
-        """Return the compute threads of each rank: those of the machine, divided."""
+        """Return the number of compute threads of each rank: those of the machine, divided among the ranks."""
         return max(1, ENGINE_THREADS // len(self.specs))
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a page in one slab, the same for all ranks: those of the rank with most key heads."""
+        """Return the bytes of a page in one slab: for all ranks, those of the rank with the most key heads."""
         heads = max(spec.num_kv_heads for spec in self.specs)
         return self._setup.kv_format.page_bytes(heads, self.spec.head_dim, PAGE_SIZE_TOKENS)
 
@@ -222,7 +222,7 @@ class Ranks:
         """Wait until the ranks have their weights.
 
         Raises:
-            ModelError, ConfigError, NotEnoughMemory: as a rank says.
+            ModelError, ConfigError, NotEnoughMemory: a rank reports it.
             EngineDead: a rank has ended.
         """
         found = [frame.fields for frame in self.links.wait_loaded(progress)]
@@ -237,10 +237,10 @@ class Ranks:
         )
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> RankExchange:
-        """Have the ranks make their pools like rank 0's, and meet them.
+        """Have the ranks make their pools like rank 0's, and connect to them.
 
         Raises:
-            ConfigError, NotEnoughMemory: as a rank says.
+            ConfigError, NotEnoughMemory: a rank reports it.
             EngineDead: a rank has ended.
         """
         fields = {
@@ -274,7 +274,7 @@ class Ranks:
 
 
 def in_thread(make: Callable[[], T]) -> "Future[T]":
-    """Call `make` in a daemon thread, which need not be joined: torch waits minutes for a rank that has ended."""
+    """Call `make` in a daemon thread, which need not be joined: torch may wait minutes for a rank that has ended."""
     made: Future[T] = Future()
 
     def run() -> None:
@@ -288,10 +288,10 @@ def in_thread(make: Callable[[], T]) -> "Future[T]":
 
 
 def check_options(config: EngineConfig, partition: Partition, device: torch.device) -> None:
-    """Refuse what does not go with a partition.
+    """Check that the options are possible with a partition.
 
     Raises:
-        ConfigError: names the option.
+        ConfigError: one is not; the message names it.
     """
     for name in _DRAFTING:
         if getattr(config.speculation, name) is not None:

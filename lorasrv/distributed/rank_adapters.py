@@ -1,7 +1,7 @@
 """Adapters of a partition: every rank packs its own panels from the whole matrices, into pages of the same ids.
 
-Pages are planned by a layout that is at least as wide as any rank's (`rank_spec.pool_widths`). A rank's panels come in
-the same order and are no larger, so they fit into the same runs, at places that follow from the layout and the runs.
+Pages are planned with a layout that is at least as wide as any rank's (`rank_spec.pool_widths`). A rank's panels have
+the same order and are no larger, so they fit into the same runs; the layout and the runs determine their places.
 """
 
 import threading
@@ -36,12 +36,12 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Ru
 
 WRITE = "write"
 NUM_PLACES = 4096
-"""Most places of adapters that a rank remembers; others are computed again."""
+"""Most adapter placements that a rank remembers; others are computed again."""
 
 
 @dataclass(frozen=True)
 class SharedAdapter(PackedAdapter):
-    """Hold an adapter in host memory for all ranks: this one's panels, and the matrices that the others pack."""
+    """Hold an adapter in host memory for all ranks: this rank's panels, and the matrices that the others pack."""
 
     weights: AdapterWeights
 
@@ -55,8 +55,8 @@ class SharedAdapterStore(HostAdapterStore):
     """Read adapters for all ranks of a partition.
 
     Args:
-        pool_spec: by which pages are planned.
-        partition: for what it cannot serve.
+        pool_spec: spec by which pages are planned.
+        partition: used to refuse adapters that it cannot serve.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class SharedAdapterStore(HostAdapterStore):
 
 
 def _check(spec: AdapterSpec, base: ModelSpec, partition: Partition) -> None:
-    """Refuse an adapter that not every rank can compute its part of.
+    """Check that every rank can compute its part of an adapter.
 
     Raises:
-        AdapterInvalid: names what it has.
+        AdapterInvalid: a rank cannot; the message names the part.
     """
     problems = []
     ends = {module.module for module in spec.modules} & {HEAD, base.names.embedding}
@@ -107,7 +107,7 @@ def _rank_spec(spec: ModelSpec) -> RankSpec:
 
 
 def rank_layout(planned: AdapterLayout, spec: RankSpec) -> AdapterLayout:
-    """Return how a rank's panels of an adapter lie, from the layout that its pages were planned by."""
+    """Return the layout of a rank's panels of an adapter, from the layout by which its pages were planned."""
     first, end = spec.part.layers
     vectors = planned.vectors[first:end]
     if not any(map(any, vectors)):
@@ -131,7 +131,7 @@ class LayoutNumbers:
         self._lock = threading.Lock()
 
     def of(self, planned: AdapterLayout) -> int:
-        """Return the number of a layout, a new one at first."""
+        """Return the number of a layout; a new layout gets a new number."""
         with self._lock:
             return self._numbers.setdefault(planned, len(self._numbers))
 
@@ -139,7 +139,7 @@ class LayoutNumbers:
 class RankPlaces:
     """Find where adapters lie in a rank's pool.
 
-    `learn` may run in another thread than `place`: an adapter is in no step before it is there.
+    `learn` may run in another thread than `place`: no step uses an adapter before its pages are filled.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -148,17 +148,17 @@ class RankPlaces:
         self._known: LRUCache[tuple[int, tuple[Run, ...]], PlacedAdapter] = LRUCache(NUM_PLACES)
 
     def learn(self, number: int, layout: AdapterLayout) -> None:
-        """Note the rank's layout of a number."""
+        """Note the rank's layout with this number."""
         self._layouts.setdefault(number, layout)
 
     def make(self, layout: AdapterLayout, runs: tuple[Run, ...]) -> PlacedAdapter:
-        """Return the panels of a layout in these runs of pages."""
+        """Return the placement of a layout's panels in these runs of pages."""
         placed = layout.place(runs, self._page_bytes)
         assert placed is not None, f"panels of a rank do not fit into the pages that were planned for them: {runs}"
         return placed
 
     def place(self, number: int, runs: tuple[Run, ...]) -> PlacedAdapter:
-        """Return where the adapter in these runs lies; the same object as long as it is remembered."""
+        """Return the placement of the adapter in these runs; the same object as long as it is remembered."""
         found = self._known.get((number, runs))
         if found is None:
             found = self._known[number, runs] = self.make(self._layouts[number], runs)
@@ -166,13 +166,13 @@ class RankPlaces:
 
 
 def encode_adapter(adapter: SharedAdapter, planned: PlacedAdapter, number: int, spec: RankSpec) -> Frame:
-    """Return what a rank needs to fill its pages of an adapter: the matrices of its layers."""
+    """Return the frame from which a rank fills its pages of an adapter: the matrices of its layers."""
     layout, weights = rank_layout(planned.layout, spec), adapter.weights
     own = range(*spec.part.layers) if planned.layout.ends is None else range(spec.whole.num_layers + 1)
     arrays: list[Array] = []
 
     def put(array: Array | None) -> int | None:
-        """Return the place of an array in the frame."""
+        """Add an array to the frame; return its index."""
         if array is None:
             return None
         arrays.append(array)

@@ -1,5 +1,5 @@
-"""Exchanges of ranks. Columns and stages: gather columns or sums within a stage, pass rows on to the next one, bring
-logits to rank 0. Rows: gather keys and values of all rows, bring last states to rank 0.
+"""Exchanges of ranks. With columns and stages: gather columns or sums within a stage, send rows to the next stage, and
+send logits to rank 0. With rows: gather keys and values of all rows, and send last states to rank 0.
 """
 
 import itertools
@@ -23,7 +23,8 @@ Tell = Callable[[Sequence[SlotMoves]], None]
 
 
 DIVIDED_FROM = 64
-"""Rows of a step from which they are divided: fewer take the time in which weights are read, which every rank reads."""
+"""Fewest rows of a step that are divided among ranks: fewer take only the time of reading the weights, which every rank
+reads."""
 
 
 class RankExchange(Exchange):
@@ -37,7 +38,7 @@ class RankExchange(Exchange):
 
     def __init__(self, tell: Tell | None) -> None:
         self._tell = tell
-        # Whether this rank waits for others, or they for it: a failure then cannot be repaired.
+        # Whether this rank waits for others or they wait for it: a failure then cannot be repaired.
         self.is_within_pass = False
 
     def on_pass_ended(self) -> None:
@@ -49,11 +50,11 @@ class RankExchange(Exchange):
 
 
 class PartExchange(RankExchange):
-    """Compute some of the layers, or of their columns.
+    """Compute some of the layers, or some of their columns.
 
     Args:
-        specs: of all ranks, by rank.
-        dtype: of activations.
+        specs: specs of all ranks, by rank.
+        dtype: dtype of activations.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PartExchange(RankExchange):
         self._before = stages.get(part.stage - 1, (0,))[0]
         self._behind = stages.get(part.stage + 1, ())
         last = [spec.part for spec in specs if spec.part.is_last]
-        # Ranks with logits, in the order of their columns, and how many.
+        # Ranks with logits and their numbers of columns, in column order.
         self._heads = [(s.rank, width(s.vocab)) for s in sorted(last, key=lambda s: s.column)]
 
     def arrive(self, num_rows: int) -> Tensor:
@@ -112,24 +113,24 @@ class PartExchange(RankExchange):
 
 
 class RowExchange(RankExchange):
-    """Compute some of the rows of each step with the whole model, and keep the keys and values of all.
+    """Compute some of the rows of each step with the whole model, and keep the keys and values of all rows.
 
-    A row does not know its neighbours, so its bits are those of one process. Steps of few rows are computed by every
-    rank, and nothing is exchanged.
+    A row does not depend on its neighbours, so its bits are the same as in a single process. Every rank computes all
+    rows of small steps, without an exchange.
 
     Args:
-        spec: of this rank.
-        memory: its pool.
+        spec: spec of this rank.
+        memory: pool of this rank.
     """
 
     def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, tell: Tell | None) -> None:
         super().__init__(tell)
         self._comm, self._memory, self._ops = comm, memory, ops
         self._ranks, self._q_width = spec.part.row_ranks, spec.q_width
-        # Of the next pass: the span of each rank; nothing if all compute everything.
+        # The span of each rank in the next pass; empty if all ranks compute all rows.
         self._spans: list[Span] = []
         self._written: AttentionPlan | None = None
-        # Places, among the rows that want logits, of those of each rank.
+        # For each rank, the places of its rows among all rows that need logits.
         self._sampled: list[Rows] = []
 
     def divide(self, rows: StepRows) -> StepRows:
@@ -183,8 +184,8 @@ class RowExchange(RankExchange):
 
 
 def spans_of(rows: StepRows, count: int) -> list[Span]:
-    """Return `count` spans of rows of about one length, none within a draft tree; nothing if trees leave none for some
-    rank.
+    """Return `count` spans of rows of about equal length that split no draft tree; empty if the trees leave a rank
+    without rows.
     """
     total, ends = len(rows.token_ids), np.cumsum(rows.query_lens)
     cuts = [total * i // count for i in range(count + 1)]

@@ -15,30 +15,30 @@ from lorasrv.errors import ConfigError, EngineDead, LorasrvError, ModelError, No
 
 START, PROGRESS, LOADED, FAILED, POOL, DONE, STOP = "start", "progress", "loaded", "failed", "pool", "done", "stop"
 NOTICED_S = 1.0
-"""Longest wait for the reason of what has been noticed."""
+"""Longest wait, in seconds, for the reason of a noticed failure."""
 LOOKS_S = 0.25
-"""Time in which it is noticed that rank 0 itself cannot meet the others."""
+"""Seconds between two checks whether rank 0 itself has failed to meet the others."""
 AFTER = "after"
-"""Field of what fills pages: how many orders must be done before."""
+"""Field of frames that fill pages: how many orders must be done first."""
 MEMORY, OTHER = "memory", "other"
-"""Kinds of failures: too little memory, and what only the log of the rank explains."""
+"""Kinds of failures: too little memory, and failures that only the rank's log explains."""
 T = TypeVar("T")
 _KINDS: dict[str, type[LorasrvError]] = {"config": ConfigError, "model": ModelError, MEMORY: NotEnoughMemory}
 
 
 class RankFailed(Exception):
-    """Report that a rank could not do what was asked; it goes on."""
+    """Report that a rank could not execute an order; the rank continues."""
 
 
 class RankOutOfMemory(RankFailed, MemoryError):
-    """Report that a rank has too little memory for what was asked; it goes on."""
+    """Report that a rank has too little memory for an order; the rank continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSockets:
     """Hold one end of the connections between rank 0 and another rank."""
 
-    # Orders of the engine's thread, in their order; of loader threads, beside steps; and signs of life.
+    # Orders of the engine's thread, in sequence; orders of loader threads, beside the steps; pulses.
     orders: socket.socket
     bulk: socket.socket
     pulse: socket.socket
@@ -50,7 +50,7 @@ class RankSockets:
         return cls(*(pair[0] for pair in pairs)), cls(*(pair[1] for pair in pairs))
 
     def close(self) -> None:
-        """Close all."""
+        """Close all connections."""
         for connection in (self.orders, self.bulk, self.pulse):
             connection.close()
 
@@ -58,8 +58,8 @@ class RankSockets:
 class LinkSet:
     """Exchange frames with all ranks, over a link to each. For one thread at a time.
 
-    An exchange that is broken off, as by Ctrl-C, leaves replies behind which the next one would take for its own: from
-    then on nothing can be exchanged.
+    An interrupted exchange, for example by Ctrl-C, leaves replies behind that the next one would take for its own. So
+    no further exchange is possible then.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -68,32 +68,32 @@ class LinkSet:
 
     @property
     def is_broken_off(self) -> bool:
-        """Return whether an exchange has not come to its end. For the thread whose turn it is."""
+        """Return whether an exchange was interrupted. For the thread that uses the links now."""
         return self._is_within
 
     def tell(self, frames: Sequence[Frame]) -> None:
         """Send each rank its frame, to which it does not reply.
 
         Raises:
-            LinkClosed: a rank has gone, or an exchange was broken off.
+            LinkClosed: a rank has ended, or an exchange was interrupted.
         """
         self._send(frames)
         self._is_within = False
 
     @contextlib.contextmanager
     def asking(self, frames: Sequence[Frame]) -> Iterator[list[Frame]]:
-        """Send each rank its frame, and wait at the end of the block for the replies, which are in the list then.
+        """Send each rank its frame, wait at the end of the block for the replies, and put them into the list.
 
         Raises:
-            RankFailed, RankOutOfMemory: one could not do it, or its reply finds no memory here.
-            LinkClosed: a rank has gone, or an exchange was broken off.
+            RankFailed, RankOutOfMemory: a rank could not do it, or there is no memory here for its reply.
+            LinkClosed: a rank has ended, or an exchange was interrupted.
         """
         self._send(frames)
         replies: list[Frame] = []
         try:
             yield replies
         finally:
-            # Also if the caller's part has failed: replies come in the order of the questions.
+            # Read them even if the caller's part has failed: replies arrive in the order of the questions.
             replies += map(_received_reply, self.links)
             self._is_within = False
         _check(replies)
@@ -101,7 +101,7 @@ class LinkSet:
     def _send(self, frames: Sequence[Frame]) -> None:
         if self._is_within:
             raise LinkClosed("an exchange with the other ranks was broken off")
-        # First all of them: none is sent if one cannot be.
+        # Encode all first: no frame is sent if one cannot be encoded.
         encoded = [frame.encode() for frame in frames]
         self._is_within = True
         for link, pieces in zip(self.links, encoded, strict=True):
@@ -109,11 +109,11 @@ class LinkSet:
 
 
 class RankLinks:
-    """Speak to the other ranks. Methods with `bulk` are for loader threads, the others for the thread of the engine.
+    """Communicate with the other ranks. Methods with `bulk` are for loader threads, all others for the engine's thread.
 
     Args:
-        sockets: this process's ends, of ranks 1 and on.
-        monitor: watches them.
+        sockets: this process's ends of the connections to ranks 1 and up.
+        monitor: watches these ranks.
         stop: waits until the ranks have ended.
     """
 
@@ -122,15 +122,15 @@ class RankLinks:
         self._orders = LinkSet([Link(one.orders) for one in sockets])
         self._bulk = LinkSet([Link(one.bulk) for one in sockets])
         self._bulk_lock = threading.Lock()
-        # Orders to all ranks so far.
+        # Number of orders sent to all ranks so far.
         self._num_told = 0
         self._monitor, self._stop = monitor, stop
         self._is_closed = False
 
     @property
     def is_broken_off(self) -> bool:
-        """Return whether an exchange was broken off. For the thread of the engine, while it exchanges nothing; loader
-        threads end theirs."""
+        """Return whether an exchange was interrupted. For the engine's thread, outside an exchange; loader threads
+        always finish theirs."""
         if not self._bulk_lock.acquire(blocking=False):
             return self._orders.is_broken_off
         try:
@@ -148,10 +148,10 @@ class RankLinks:
         self._num_told += 1
 
     def tell_one(self, rank: int, frame: Frame) -> None:
-        """Send one rank, which does not serve yet, how to start.
+        """Send a frame to one rank that does not serve yet.
 
         Raises:
-            EngineDead: it has ended.
+            EngineDead: the rank has ended.
         """
         try:
             self._orders.links[rank - 1].send(frame)
@@ -160,11 +160,11 @@ class RankLinks:
 
     @contextlib.contextmanager
     def asking(self, frame: Frame) -> Iterator[list[Frame]]:
-        """Send an order to all ranks, let the caller do its own part meanwhile, and wait for the replies, which are in
-        the list then.
+        """Send an order to all ranks, let the caller do its own part meanwhile, wait for the replies and put them into
+        the list.
 
         Raises:
-            RankFailed, RankOutOfMemory: one could not do it, or its reply finds no memory here.
+            RankFailed, RankOutOfMemory: a rank could not do it, or there is no memory here for its reply.
             LinkClosed: a rank has gone.
         """
         with self._orders.asking(self._to_all(frame)) as replies:
@@ -175,10 +175,10 @@ class RankLinks:
     def asking_bulk(self, frames: Sequence[Frame]) -> Iterator[None]:
         """Send each rank its frame, let the caller do its own part meanwhile, and wait for the replies.
 
-        A rank does what a frame says after the orders that it was told so far.
+        A rank executes the frame after all orders sent to it so far.
 
         Raises:
-            RankFailed, RankOutOfMemory: one could not do it.
+            RankFailed, RankOutOfMemory: a rank could not do it.
             LinkClosed: a rank has gone.
         """
         with self._bulk_lock:
@@ -195,14 +195,14 @@ class RankLinks:
         return self._monitor
 
     def why_lost(self, error: Exception) -> str:
-        """Return why a rank cannot be reached, after an error that says so: the monitor may be about to see it."""
+        """Return why a rank cannot be reached, after an error that shows this. The monitor may notice it only later."""
         return self._monitor.wait_lost(NOTICED_S) or str(error)
 
     def wait_loaded(self, progress: Callable[[str, float], None]) -> list[Frame]:
         """Wait until every rank has its weights, and return what each reports.
 
         Raises:
-            ModelError, ConfigError, NotEnoughMemory: as the rank says.
+            ModelError, ConfigError, NotEnoughMemory: a rank reports it.
             EngineDead: a rank has ended.
         """
         loaded = []
@@ -216,15 +216,15 @@ class RankLinks:
         return loaded
 
     def wait_ready(self, meeting: Future[T]) -> T:
-        """Wait until rank 0 has met the others, and these have their pools and serve; return what the meeting has made.
+        """Wait until rank 0 has met the others and they have their pools and serve; return the result of the meeting.
 
-        All are waited for together: each may wait for the one that fails.
+        Wait for all of them at once, because each may wait for the one that fails.
 
         Args:
-            meeting: of rank 0.
+            meeting: future result of rank 0's meeting.
         Raises:
-            ModelError, ConfigError, NotEnoughMemory: as the rank says.
-            EngineDead: a rank has ended, or they have not met.
+            ModelError, ConfigError, NotEnoughMemory: a rank reports it.
+            EngineDead: a rank has ended, or the ranks have not met.
         """
         starting = {one.orders: rank for rank, one in enumerate(self._sockets, 1)}
         while starting:
@@ -233,7 +233,7 @@ class RankLinks:
                 try:
                     _raise_failure(rank, self._orders.links[rank - 1].receive())
                 except LinkClosed as error:
-                    # Where one ends, all are ended: which one it was, the monitor knows.
+                    # When one rank ends, all are ended; the monitor knows which one was first.
                     raise EngineDead(f"{self._monitor.wait_lost(NOTICED_S) or _ended(rank)}") from error
             if meeting.done() and meeting.exception() is not None:
                 break
@@ -276,7 +276,7 @@ def _raise_failure(rank: int, frame: Frame) -> None:
 
 
 def _received_reply(link: Link) -> Frame:
-    """Return the next reply; that it failed, if there is too little memory for it."""
+    """Return the next reply, or a report of failure if there is too little memory for it."""
     try:
         return link.receive()
     except MemoryError as error:
@@ -284,10 +284,10 @@ def _received_reply(link: Link) -> Frame:
 
 
 def _check(replies: Sequence[Frame]) -> None:
-    """Raise what a rank replies to an order that it could not do.
+    """Check the replies to an order.
 
     Raises:
-        RankFailed, RankOutOfMemory: one could not.
+        RankFailed, RankOutOfMemory: a rank could not execute it.
     """
     for rank, frame in enumerate(replies, 1):
         if frame.kind == FAILED:

@@ -1,5 +1,5 @@
-"""The process of a rank other than 0: `python -m lorasrv.distributed.rank_process ORDERS BULK PULSE`, file descriptors
-that rank 0 passes on. Only rank 0 starts it.
+"""The process of a rank other than 0: `python -m lorasrv.distributed.rank_process ORDERS BULK PULSE`. The arguments are
+file descriptors from rank 0, which alone starts this process.
 
 The pulse begins before torch is imported, which takes seconds.
 """
@@ -18,9 +18,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Run the rank until rank 0 says to stop, or is gone."""
+    """Run the rank until rank 0 stops it or ends."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # Rank 0 gets what a terminal or a supervisor sends to all as well, and ends the ranks when its requests are done.
+    # Rank 0 gets the same signals from a terminal or supervisor, and ends the ranks when its requests are done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sockets = RankSockets(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:4]))

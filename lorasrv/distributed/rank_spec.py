@@ -1,7 +1,7 @@
 """The model of one rank: the spec that its decoder, pool and adapters are built from. Imports no torch.
 
-A rank's layers count from 0. Linears have all inputs and a part of the outputs; where ranks exchange sums, o and down
-have a part of the inputs and all outputs. Norms, and what follows from the hidden size, are whole.
+A rank's layers count from 0. Linears have all inputs and a part of the outputs; if ranks exchange sums, o and down have
+a part of the inputs and all outputs. Norms and everything sized by the hidden size are whole.
 """
 
 import itertools
@@ -47,7 +47,7 @@ class RankSpec(ModelSpec):
         """Return the specs of all ranks.
 
         Raises:
-            ConfigError: the model cannot be divided so.
+            ConfigError: the model cannot be divided this way.
         """
         return tuple(cls.of(whole, part) for part in partition.parts(whole))
 
@@ -92,7 +92,8 @@ class RankSpec(ModelSpec):
         return self.part.column == 0 or not self._is_summed(site)
 
     def _is_summed(self, site: int) -> bool:
-        """Return whether the rank has a part of the sums of a site, and not of its outputs."""
+        """Return whether the rank has a part of a site's inputs, and so of its sums, instead of a part of its
+        outputs."""
         return self.part.has_sums and self.whole.sites()[site].name in ("o", "down")
 
     def own_outputs(self, site: int, module: int) -> Rows:
@@ -106,7 +107,7 @@ class RankSpec(ModelSpec):
         else:
             spans = [(0, inner), (self.whole.intermediate_size, inner)][: 1 + self.gated]
         if len(shape.modules) == 1 < len(spans) and shape.out_features[0] > spans[1][0]:
-            # A fused module has all of them.
+            # A fused module has all these outputs.
             return _rows(spans)
         return _rows([(0, spans[module][1])])
 
@@ -117,9 +118,9 @@ def width(span: Span) -> int:
 
 
 def pool_widths(specs: Sequence[RankSpec]) -> ModelSpec:
-    """Return the spec that pages are planned by: all layers, with the widest outputs of any rank.
+    """Return the spec by which pages are planned: all layers, with the widest outputs of any rank.
 
-    Every rank's panels of an adapter then fit into the pages of the planned ones, in the same order.
+    Every rank's panels of an adapter then fit, in the same order, into the pages planned for it.
     """
     first = specs[0].part
     widest = RankPart(
@@ -147,5 +148,5 @@ def _scaled(span: Span, times: int) -> Span:
 
 
 def _rows(spans: list[tuple[int, Span]]) -> Rows:
-    """Return the indices of spans, each moved by its offset."""
+    """Return the indices in spans, each shifted by its offset."""
     return np.array(list(itertools.chain(*(range(at + first, at + end) for at, (first, end) in spans))), dtype=np.int64)

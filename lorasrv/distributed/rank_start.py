@@ -32,7 +32,7 @@ from sgmv_kernels.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """Hold what a rank is told before it loads."""
+    """Hold what rank 0 tells a rank before it loads."""
 
     rank: int
     specs: tuple[RankSpec, ...]
@@ -42,12 +42,12 @@ class RankSetup:
 
     @property
     def spec(self) -> RankSpec:
-        """Return the rank's own."""
+        """Return the spec of the rank's part."""
         return self.specs[self.rank]
 
 
 MakeComm = Callable[[RankSetup, str], Comm]
-"""Make a rank's comm; the text says where the ranks meet."""
+"""Make a rank's comm; the text is the path at which the ranks meet."""
 
 
 def torch_comm(setup: RankSetup, meeting: str) -> Comm:
@@ -58,10 +58,10 @@ def torch_comm(setup: RankSetup, meeting: str) -> Comm:
 
 
 def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
-    """Do rank 0's orders until it says to stop; return whether the rank could start.
+    """Execute rank 0's orders until it stops the rank; return whether the rank could start.
 
     Raises:
-        Exception: a step failed, or rank 0 has gone.
+        Exception: a step failed, or rank 0 has ended.
     """
     orders, bulk = Link(sockets.orders), Link(sockets.bulk)
     try:
@@ -87,7 +87,7 @@ def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
 
 
 def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv: str, threads: int) -> dict[str, Any]:
-    """Return what `RankSetup` is made of, as plain data."""
+    """Return the contents of a `RankSetup` as plain data."""
     options = {name: getattr(model, name) for name in ModelOptions.__dataclass_fields__}
     file = model.quantized_weights
     return {
@@ -100,8 +100,8 @@ def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv
 
 
 def _report(orders: Link, error: Exception) -> None:
-    """Tell rank 0 why this rank cannot start, and wait until it has read that: it may listen to another rank now, and
-    would see this one end first."""
+    """Tell rank 0 why this rank cannot start, and wait until it has read the reason. Rank 0 may be listening to another
+    rank now, and would notice the end of this one first."""
     kinds = {ModelError: "model", NotEnoughMemory: MEMORY, MemoryError: MEMORY}
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
     with contextlib.suppress(LinkClosed):
@@ -111,7 +111,7 @@ def _report(orders: Link, error: Exception) -> None:
 
 
 def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
-    """Load the rank's part, and tell rank 0 how that goes.
+    """Load the rank's part, and report the progress to rank 0.
 
     Raises:
         LorasrvError, MemoryError: it cannot be loaded.

@@ -1,4 +1,5 @@
-"""The worker of a rank other than 0: does the orders of rank 0, one after another, and fills adapters' pages beside."""
+"""The worker of a rank other than 0: executes the orders of rank 0 one after another, and fills adapters' pages at the
+same time."""
 
 import logging
 import threading
@@ -23,7 +24,7 @@ from sgmv_kernels.ops import Ops
 
 _LOG = logging.getLogger(__name__)
 READ, FILL, COMMIT = "read", "fill", "commit"
-"""Read pages, fill pages, and have memory given to pages."""
+"""Read pages, fill pages, and commit memory for pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,20 @@ class OrdersDone:
         self._changed = threading.Condition()
 
     def add(self) -> None:
-        """Note that one more is done."""
+        """Note that one more order is done."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Note that no more will be done."""
+        """Note that no more orders will be done."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
     @property
     def has_ended(self) -> bool:
-        """Return whether no more will be done."""
+        """Return whether no more orders will be done."""
         with self._changed:
             return self._has_ended
 
@@ -72,10 +73,10 @@ class OrdersDone:
 
 
 class RankWorker:
-    """Serve rank 0. `serve` and `serve_bulk` each have a thread of their own.
+    """Serve rank 0. `serve` and `serve_bulk` each run in their own thread.
 
-    Pages are filled after the orders that rank 0 had told before: rank 0 may be many steps ahead, and these steps still
-    read and write the pages that it has given to an adapter since.
+    Pages are filled only after all orders that rank 0 sent before. Rank 0 may be many steps ahead, and these steps
+    still read and write the pages that it has since given to an adapter.
     """
 
     def __init__(self, model: RankModel) -> None:
@@ -84,10 +85,10 @@ class RankWorker:
         self._done = OrdersDone()
 
     def serve(self, orders: Link) -> None:
-        """Do orders until rank 0 says to stop.
+        """Execute orders until rank 0 stops the rank.
 
         Raises:
-            Exception: a step could not be computed, or rank 0 has gone; nothing can be repaired then.
+            Exception: a step could not be computed, or rank 0 has ended; neither can be repaired.
         """
         asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read, COMMIT: self._commit}
         told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
@@ -115,7 +116,7 @@ class RankWorker:
                 if self._done.wait_for(frame.fields[AFTER]):
                     bulk.send(_reply(work[frame.kind], frame))
         except LinkClosed:
-            pass  # rank 0 has ended, which `serve` notices, too
+            pass  # rank 0 has ended; `serve` notices that, too
 
     def _compute(self, frame: Frame) -> None:
         step = decode_step(frame, self._places.place)
@@ -153,10 +154,10 @@ class RankWorker:
 
 
 def _reply(work: Callable[[Frame], Frame], frame: Frame) -> Frame:
-    """Do what a frame asks for, and return the reply."""
+    """Execute a frame, and return the reply."""
     try:
         return work(frame)
     except Exception as error:
-        # Rank 0 tells the requests that need it; the rank goes on.
+        # Rank 0 reports this to the affected requests; the rank continues.
         _LOG.exception("an order of rank 0 (%s) failed", frame.kind)
         return failure(error, MEMORY if is_out_of_memory(error) else OTHER)

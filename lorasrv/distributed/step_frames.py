@@ -1,6 +1,6 @@
-"""Steps as frames: what a rank needs to build the same batch as rank 0. Numbers only: no text and no histories.
+"""Steps as frames: what a rank needs to build the same batch as rank 0. Only numbers, no text and no histories.
 
-An adapter in a step is the number of its layout and the runs of pages that hold it; its panels follow from both.
+An adapter in a step is given by the number of its layout and its runs of pages, which determine its panels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
     """Return a step whose tokens are all known.
 
     Args:
-        number_of: gives layouts the numbers by which the ranks know them.
+        number_of: returns the number by which the ranks know a layout.
     """
     requests = sorted(step.requests, key=lambda scheduled: scheduled.adapter_key or "")
     keys = sorted({key for s in requests for key, _ in s.terms})
@@ -75,7 +75,7 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
 
 
 def decode_step(frame: Frame, place: Places) -> SchedulerOutput:
-    """Return a step with what a forward pass needs; keys of adapters and of requests sort as those of rank 0."""
+    """Return a step with all that a forward pass needs; keys of adapters and requests sort as on rank 0."""
     facts, tokens, pages, parents, adapters, runs, owners, weights = frame.arrays
     keys = [AdapterKey(f"{i:08}") for i in range(len(adapters))]
     of_adapters = _split(runs, adapters[:, 1].tolist())
@@ -132,7 +132,7 @@ def _share(
 
 
 def encode_page_op(op: PageOp, number_of: Callable[[RequestId], int]) -> Frame:
-    """Return a page operation; requests get numbers."""
+    """Return the frame of a page operation, with numbers in place of request ids."""
     match op:
         case CopyPages():
             return Frame(PAGES, {"op": "copy"}, [np.array(op.copies, dtype=np.int64).reshape(-1, 2)])
@@ -182,5 +182,5 @@ def _ints(values: Iterable[int]) -> Array:
 
 
 def _split(array: Array | Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-    """Return parts of these lengths of an array, one after another."""
+    """Split an array into consecutive parts of these lengths."""
     return [array[first:end] for first, end in pairwise([0, *accumulate(lengths)])]

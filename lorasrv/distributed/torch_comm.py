@@ -19,18 +19,19 @@ from lorasrv.distributed.frames import RankLost
 
 LOOKS_S = 0.01
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""The only network that ranks of one machine need; without it gloo listens where the host's name leads."""
+"""The only network interface that ranks of one machine need. By default gloo listens on the address of the host's
+name."""
 
 
 class TorchComm(Comm):
-    """Carry tensors between processes of one machine. Makes the one default group that torch has in a process.
+    """Carry tensors between processes of one machine. Creates torch's default group, the only one of the process.
 
     Args:
-        device: of the tensors.
-        meeting: a file in a private folder at which the ranks find each other; all give the same.
-        groups: ranks that gather among themselves; all ranks give the same, in the same order.
+        device: device of the tensors.
+        meeting: file in a private folder through which the ranks find each other; the same for all ranks.
+        groups: ranks that gather among themselves; the same for all ranks, in the same order.
     Raises:
-        RankLost: not all ranks came.
+        RankLost: not all ranks arrived.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TorchComm(Comm):
 
     @property
     def meets_later(self) -> bool:
-        # NCCL connects when ranks first exchange something.
+        # NCCL connects at the first exchange between ranks.
         return self._device.type == "cuda"
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -73,7 +74,7 @@ class TorchComm(Comm):
 
     def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
-        # All parts must be of one size: shorter ones are padded.
+        # All parts must have the same size: shorter ones are padded.
         own = part.new_empty(max(sizes))
         own[: part.numel()] = part.reshape(-1)
         parts = [torch.empty_like(own) for _ in ranks]
@@ -87,11 +88,11 @@ class TorchComm(Comm):
 
 
 def _wait_for_all(rank: int, num_ranks: int, meeting: Path) -> None:
-    """Wait until all ranks are about to make their group: torch can neither be told to stop waiting for one, nor make
-    a group of this process after one that failed.
+    """Wait until all ranks are about to create their group. Torch's own wait for a rank cannot be interrupted, and
+    after a failure it cannot create a group in this process again.
 
     Raises:
-        RankLost: not all ranks came, or the folder has been removed because one has ended.
+        RankLost: not all ranks arrived, or the folder was removed because one has ended.
     """
     signs = [meeting.with_suffix(f".{other}") for other in range(num_ranks)]
     deadline = time.monotonic() + TIMEOUT_S
