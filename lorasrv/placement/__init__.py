@@ -1,1 +1,1 @@
-"""Which of several replicas answers a request; the simulator and a router run the same objects. Torch-free."""
+"""Choose which of several replicas answers a request; simulator and routers use the same objects. Torch-free."""

@@ -14,8 +14,8 @@ class Bounded(Placement):
     """Take the first replica of the key's order that is not full (consistent hashing with bounded loads, Mirrokni,
     Thorup and Zadimoghaddam 2018).
 
-    A replica is full where this request would take it above `FACTOR` times the mean load; below `FREE_BELOW_S` none
-    is. If all are full, the one with the least work is taken. So a hot adapter spreads over as many replicas as its
+    A replica is full if this request would raise its load above `FACTOR` times the mean; below `FREE_BELOW_S` none is
+    full. If all are full, the one with the least work is taken. So a hot adapter spreads over as many replicas as its
     load needs, always the same ones.
     """
 
@@ -42,7 +42,7 @@ class Least(Placement):
 
 
 class RandomReplica(Placement):
-    """Take any replica, as often as its weight says."""
+    """Take a random replica, with a probability in proportion to its weight."""
 
     name = "random"
 
@@ -51,7 +51,7 @@ class RandomReplica(Placement):
 
 
 class HashOnly(Placement):
-    """Take the first replica of the key's order, however loaded it is."""
+    """Take the first replica of the key's order, whatever its load."""
 
     name = "hash"
 
@@ -85,16 +85,16 @@ class Holders(Placement):
 
 
 class Migrating(Placement):
-    """Take the replica that is ready soonest, reading the adapter included; from the busiest replicas, move the newest
-    requests to the idlest, as dLoRA (OSDI 2024) moves requests with their adapters.
+    """Take the replica that is ready soonest, including the time to read the adapter. Move the newest requests of the
+    busiest replicas to the idlest ones, as dLoRA (OSDI 2024) moves requests with their adapters.
 
-    A request is moved once, and only if it is ready sooner there by its own work.
+    A request is moved at most once, and only if that makes it ready sooner by at least its own work.
     """
 
     name = "migrate"
 
     def __init__(self, replicas: Iterable[Replica] = (), seed: int = 0) -> None:
-        # What has not ended, the oldest first.
+        # Requests that have not ended, oldest first.
         self._open: dict[SentRequest, None] = {}
         super().__init__(replicas, seed)
 
@@ -138,7 +138,7 @@ def make_placement(name: str, replicas: Iterable[Replica] = (), seed: int = 0) -
     """Return a placement by its name.
 
     Raises:
-        ConfigError: there is none of that name; lists them.
+        ConfigError: the name is unknown; the message lists the names.
     """
     if name not in _KINDS:
         raise ConfigError(f"placement {name!r} is unknown; there are {', '.join(PLACEMENTS)}")

@@ -1,9 +1,9 @@
-"""Rank the replicas for a request, and count the work that each has been sent.
+"""Rank the replicas for a request, and count the work sent to each.
 
-A router has one `Placement`: it asks `rank` where a request may go, says with `on_request_sent` where it went, with
-`on_request_ended` that it is over, and with `on_report` what replicas say of other routers' work. Work is in seconds
-(`work.py`) and counted in whole microseconds, so that what was added and taken away leaves nothing. One thread at a
-time.
+A router has one `Placement`. It calls `rank` to learn where a request may go, `on_request_sent` when it has sent the
+request, `on_request_ended` when the request is over, and `on_report` with what replicas report about other routers'
+work. Work is in seconds (`work.py`) and counted in whole microseconds, so that adding and subtracting leaves no rest.
+One thread at a time.
 """
 
 import math
@@ -18,30 +18,30 @@ from lorasrv.placement.rendezvous import hash_of, order
 
 RETRY_AFTER_S = 1.0
 SESSION_CHARS = 256
-"""First characters of a conversation that name it, for clients that name none."""
+"""Number of first characters that identify a conversation, for clients that give it no name."""
 CHARS_PER_TOKEN = 4
-"""By which a router that has no tokenizer counts."""
+"""Estimate for routers, which have no tokenizer."""
 _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Say what a request demands of a replica."""
+    """Describe what a request demands of a replica."""
 
     # Id of its adapter, without alias or version; None: the base.
     adapter_id: str | None
     # Estimated seconds that it keeps a replica busy.
     work_s: float
-    # Conversation whose turns should meet where no adapter is named.
+    # Conversation whose turns should go to the same replica if no adapter is named.
     session: str | None = None
-    # Estimated seconds until a replica that does not have its adapter has read it; 0: not known, as to an edge.
+    # Estimated seconds until a replica without its adapter has read it; 0: not known, as in an edge.
     load_s: float = 0.0
-    # Estimated tokens of its prompt, whose computing is part of `work_s`; 0: not known, or computed elsewhere.
+    # Estimated tokens of its prompt, whose computation is part of `work_s`; 0: not known, or computed elsewhere.
     prompt_tokens: float = 0.0
 
     @property
     def key(self) -> str | None:
-        """Return what ties it to a replica; None: nothing."""
+        """Return the key that ties it to a replica; None: no key."""
         if self.adapter_id is not None:
             return f"adapter {self.adapter_id}"
         return None if self.session is None else f"session {self.session}"
@@ -56,7 +56,7 @@ class Replica:
     """
 
     id: str
-    # Speed, as a multiple of a usual replica's.
+    # Speed as a multiple of a typical replica's.
     weight: float = 1.0
     is_ready: bool = True
 
@@ -67,21 +67,21 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """Hold what a replica says of itself to a router."""
+    """Hold what a replica reports about itself to a router."""
 
-    # Work of other routers' requests that have not ended.
+    # Seconds of work of other routers' requests that have not ended.
     others_s: float = 0.0
     # Adapters that it has in memory.
     adapters: Set[str] = frozenset()
 
     @classmethod
     def beside(cls, own: int, requests: int, seconds_ahead: float, adapters: Set[str] = frozenset()) -> "ReplicaReport":
-        """Derive it from what a replica says, for the router that has sent `own` of its requests: what that sent, its
-        placement counts itself, and knows better.
+        """Derive the report for a router that has sent `own` of the replica's requests. These are left out: the
+        router's placement counts them more accurately.
 
         Args:
-            requests: of all routers, that have not ended.
-            seconds_ahead: until they have.
+            requests: requests of all routers that have not ended.
+            seconds_ahead: seconds until they end.
         """
         others = max(0, requests - own)
         return cls(seconds_ahead * others / max(1, requests), adapters)
@@ -89,7 +89,7 @@ class ReplicaReport:
 
 @dataclass(slots=True, eq=False)
 class ReplicaAccount:
-    """Count the work of one replica, until it is removed."""
+    """Count the work of one replica, until the replica is removed."""
 
     replica: Replica
     seed: int
@@ -98,7 +98,7 @@ class ReplicaAccount:
     adapters: Set[str] = frozenset()
     # Requests that were sent and have not ended, by adapter.
     in_flight: Counter[str | None] = field(default_factory=Counter)
-    # Adapters that it reads for them, as far as that is known -> microseconds.
+    # Adapters that it reads for them, as far as known -> microseconds.
     loading: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -107,23 +107,23 @@ class ReplicaAccount:
         return (self.own_us + self.others_us) / self.replica.weight
 
     def ready_us(self, demand: Demand) -> float:
-        """Return the microseconds until it could begin a request, if all that it has were done one after another."""
+        """Return the microseconds until it could begin a request, if it computed its requests one after another."""
         is_new = demand.adapter_id is not None and not self.holds(demand.adapter_id)
         return self.load + sum(self.loading.values()) + is_new * demand.load_s * _MICROSECONDS
 
     def holds(self, adapter_id: str) -> bool:
-        """Return whether it has an adapter, or is getting it."""
+        """Return whether it has an adapter or is loading it."""
         return adapter_id in self.adapters or adapter_id in self.in_flight
 
     @property
     def num_adapters(self) -> int:
-        """Return how many adapters it has or is getting."""
+        """Return how many adapters it has or is loading."""
         return len(self.adapters) + sum(one is not None and one not in self.adapters for one in self.in_flight)
 
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
-    """Stand for a request that a replica is computing."""
+    """Represent a request that a replica is computing."""
 
     account: ReplicaAccount
     demand: Demand
@@ -142,7 +142,7 @@ class Placement(ABC):
 
     Args:
         replicas: known replicas; `set_replicas` changes them.
-        seed: of choices that are made at random.
+        seed: seed of random choices.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Placement(ABC):
         self.set_replicas(replicas)
 
     def set_replicas(self, replicas: Iterable[Replica]) -> None:
-        """Replace the list of replicas. Those that stay keep their accounts."""
+        """Replace the list of replicas. Replicas that stay keep their accounts."""
         accounts = {}
         for replica in replicas:
             account = self._accounts.get(replica.id) or ReplicaAccount(replica, hash_of(replica.id))
@@ -162,10 +162,10 @@ class Placement(ABC):
         self._accounts = accounts
 
     def rank(self, demand: Demand) -> tuple[str, ...]:
-        """Return the ids of all ready replicas, the one to try first at the front.
+        """Return the ids of all ready replicas, in the order in which to try them.
 
         Raises:
-            NoReplicaReady: there is none; has the number of those that are not ready.
+            NoReplicaReady: no replica is ready; has the number of those that are not.
         """
         ready = [account for account in self._accounts.values() if account.replica.is_ready]
         if not ready:
@@ -176,7 +176,7 @@ class Placement(ABC):
         """Note that a request was sent to a replica.
 
         Args:
-            moves: how often it was withdrawn from another before, as `moves` said.
+            moves: how often it was withdrawn from another replica before, as requested by `moves`.
         Raises:
             KeyError: the replica is unknown.
         """
@@ -189,7 +189,7 @@ class Placement(ABC):
         return SentRequest(account, demand, work_us, moves)
 
     def on_request_ended(self, sent: SentRequest) -> None:
-        """Note that a request is over, whichever way; telling it again changes nothing."""
+        """Note that a request is over, however it ended; a second call changes nothing."""
         if sent.has_ended:
             return
         sent.has_ended = True
@@ -201,7 +201,7 @@ class Placement(ABC):
             sent.account.loading.pop(adapter_id or "", None)
 
     def on_report(self, replica_id: str, report: ReplicaReport) -> None:
-        """Take a replica's report; one of an unknown replica is late and ignored."""
+        """Take a replica's report; a report of an unknown replica is late and ignored."""
         account = self._accounts.get(replica_id)
         if account is not None:
             account.others_us = round(report.others_s * _MICROSECONDS)
@@ -209,7 +209,7 @@ class Placement(ABC):
             account.loading = {name: us for name, us in account.loading.items() if name not in report.adapters}
 
     def moves(self) -> list[tuple[SentRequest, str]]:
-        """Return requests that should be withdrawn, if they have not begun, and sent to another replica; asked after
+        """Return requests that should be withdrawn, if they have not begun, and sent to another replica. Called after
         each round of reports."""
         return []
 
@@ -219,7 +219,7 @@ class Placement(ABC):
 
     @abstractmethod
     def ranked(self, demand: Demand, ready: Sequence[ReplicaAccount]) -> Sequence[ReplicaAccount]:
-        """Return all of these accounts, at least one, in the order in which to try them."""
+        """Return all of these accounts (at least one) in the order in which to try them."""
 
     def by_load(self, accounts: Iterable[ReplicaAccount]) -> list[ReplicaAccount]:
         """Return accounts by their load, equal ones in random order."""

@@ -1,8 +1,9 @@
-"""Rendezvous hashing (Thaler and Ravishankar 1998), weighted: every router ranks the replicas of a key alike.
+"""Rendezvous hashing (Thaler and Ravishankar 1998), weighted: every router ranks the replicas of a key in the same
+order.
 
-Each pair of key and replica has a random number of its own; a key's replicas are ranked by it. Nothing is shared or
-remembered: where a replica comes or goes, only the keys move that it wins or had. A key is hashed once; its pairs are
-mixed from that hash and the replicas' by the finalizer of splitmix64.
+Each pair of key and replica has its own random number, which ranks the replicas of the key. Nothing is shared or
+stored: if a replica comes or goes, only the keys that it wins or loses move. A key is hashed once; the finalizer of
+splitmix64 mixes this hash with the hash of each replica.
 """
 
 import math
@@ -21,7 +22,7 @@ def order(key: str, replicas: Iterable[tuple[str, int, float]]) -> list[str]:
     """Return the replicas' ids as this key ranks them.
 
     Args:
-        replicas: id, hash of the id, and weight: one of twice the weight is the first of twice the keys.
+        replicas: (id, hash of the id, weight); a replica with twice the weight is the first of twice as many keys.
     """
     hashed = hash_of(key)
     scored = [(-weight / math.log(_uniform(hashed ^ seed)), name) for name, seed, weight in replicas]
@@ -30,8 +31,8 @@ def order(key: str, replicas: Iterable[tuple[str, int, float]]) -> list[str]:
 
 
 def _uniform(bits: int) -> float:
-    """Return a number between 0 and 1, neither of them, that depends on each of 64 bits."""
+    """Return a number in the open interval (0, 1) that depends on each of 64 bits."""
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
-    # 52 bits and a half are exact in a float.
+    # 52 bits plus one half are exact in a float.
     return (((bits ^ (bits >> 31)) >> 12) + 0.5) / (1 << 52)

@@ -1,4 +1,4 @@
-"""Weigh replicas by how fast their steps are, so that a slow one gets less. None is removed for being slow."""
+"""Weight replicas by the speed of their steps, so that a slow one gets less work. None is removed for being slow."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -7,11 +7,11 @@ from lorasrv.placement.work import WorkRates
 
 LEAST_WEIGHT = 0.5
 STEPS = 4
-"""Weights are multiples of a quarter: a weight that moved with every measurement would move keys with it."""
+"""Weights are multiples of a quarter: if they changed with every measurement, keys would move each time."""
 
 
 def speed_weights(rates: Mapping[str, WorkRates]) -> dict[str, float]:
-    """Return the weight of each replica, 1 for a usual one, by the time of a token of an answer."""
+    """Return the weight of each replica, 1 for a typical one, from its time per answer token."""
     usual_s = median([rate.answer_token_s for rate in rates.values()] or [0.0])
     return {
         name: _weight(usual_s / rate.answer_token_s if rate.answer_token_s else 1.0) for name, rate in rates.items()
