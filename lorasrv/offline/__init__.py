@@ -1,1 +1,1 @@
-"""Tools that never serve: capacity planner, verification against PEFT, quantization."""
+"""Tools that are not used while serving: capacity planner, verification against PEFT, quantization."""

@@ -1,10 +1,10 @@
-"""Choose the format of each linear, so that a model of a given size changes least.
+"""Choose the format of each linear so that a model of a given size changes least.
 
-What a format does to a linear is the relative error e of the linear's outputs. What that does to the model is measured:
-one kind of site in one third of the layers is rounded at a time, and the divergence of the next tokens' probabilities,
-divided by the errors, gives the sensitivity s of these linears. Formats then minimize the sum of s e for so many bytes.
+A format causes a relative error e in a linear's outputs. The effect on the model is measured: one kind of site in one
+third of the layers is rounded at a time, and the divergence of the next tokens' probabilities, divided by the errors,
+gives the sensitivity s of these linears. The chosen formats minimize the sum of s e within a number of bytes.
 
-Source: bits are allotted by a Lagrange multiplier (Shoham and Gersho 1988); divergences are taken to add up.
+Source: bits are allotted by a Lagrange multiplier (Shoham and Gersho 1988), assuming that divergences add up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +25,9 @@ from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.ops import Ops
 
 MEASURED_TEXTS = 8
-"""Texts that sensitivities are measured with; the logits of all their tokens are kept."""
+"""Number of texts for measuring sensitivities; the logits of all their tokens are kept."""
 SCALE_BITS = 0.5
-"""Bits for scales and minima that come on top of the codes' bits: those of groups of 64."""
+"""Additional bits per code for scales and minima, with groups of 64."""
 MAX_BITS = 8.0
 _GROUPS, _SMALL_GROUP = (64, 128), 32
 _THIRDS = 3
@@ -38,25 +38,25 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Hold what a format of one linear costs."""
+    """Hold the costs of a format of one linear."""
 
     format: CodeFormat
-    # Of weights, scales and minima, in bits.
+    # Size of weights, scales and minima, in bits.
     size: float
-    # Share of the model's divergence that is expected of it, in nats a token.
+    # Expected contribution to the model's divergence, in nats per token.
     harm: float
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Hold the formats of all linears, with the divergence that is expected of each site, in nats a token."""
+    """Hold the formats of all linears, with the expected divergence of each site, in nats per token."""
 
     formats: SiteFormats
     harms: Mapping[str, float]
 
 
 def candidates(site: SiteShape) -> list[CodeFormat]:
-    """Return the formats that a linear may get: in groups of 64 and 128, or of 32 where 64 does not divide its inputs.
+    """Return the formats that a linear may get: in groups of 64 and 128, or of 32 if 64 does not divide its inputs.
 
     Raises:
         UnsupportedFormat: no group divides the inputs.
@@ -69,12 +69,12 @@ def candidates(site: SiteShape) -> list[CodeFormat]:
 
 
 def check_bits(spec: ModelSpec, bits: float) -> None:
-    """Check that formats exist that have so many bits.
+    """Check that formats with so many bits exist.
 
     Args:
-        bits: mean bits of a code; `SCALE_BITS` come on top.
+        bits: mean bits of a code; `SCALE_BITS` are added.
     Raises:
-        UnsupportedFormat: names the value and the range; or no group divides the inputs of a linear.
+        UnsupportedFormat: the value is out of range (the message names both), or no group divides a linear's inputs.
     """
     sites = [site for layer in range(spec.num_layers) for site in spec.sites_of(layer)]
     fewest = sum(min(form.bits for form in candidates(site)) * site.size for site in sites)
@@ -89,8 +89,8 @@ def choose_formats(weights: ModelWeights, bits: float, texts: Sequence[Sequence[
 
     Args:
         weights: floats.
-        bits: mean bits of a code; with `SCALE_BITS` for scales they give the bytes that are not exceeded.
-        texts: token ids, of which the first `MEASURED_TEXTS` are read, some fifteen times.
+        bits: mean bits of a code; with `SCALE_BITS` for scales they give the largest size in bytes.
+        texts: token ids; the first `MEASURED_TEXTS` texts are read, some fifteen times.
     Raises:
         UnsupportedFormat: see `check_bits`.
     """
@@ -112,10 +112,10 @@ def choose_formats(weights: ModelWeights, bits: float, texts: Sequence[Sequence[
 
 
 def allot(options: Sequence[Sequence[Option]], budget: float) -> list[Option]:
-    """Choose one option each, with the least harm in all that was found within the budget of sizes.
+    """Choose one option each, with the least total harm that is found within the budget of sizes.
 
-    A multiplier is found by halving; what it leaves of the budget goes to single options, best harm per size first.
-    The smallest options must fit.
+    Bisection finds the multiplier; the rest of the budget goes to single options, those that save the most harm per
+    size first. The smallest options must fit.
     """
 
     def cheapest(price: float) -> list[Option]:
@@ -155,7 +155,7 @@ def _best_step(options: Sequence[Sequence[Option]], chosen: Sequence[Option], le
 def _errors(
     weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops, progress: Progress
 ) -> dict[Place, dict[CodeFormat, float]]:
-    """Return the mean relative change of the outputs of each linear's parts, by the formats that it may get."""
+    """Return the mean relative change of the outputs of each linear's parts, for each format that it may get."""
     errors: dict[Place, dict[CodeFormat, float]] = {}
     for layer, moments in moments_of_layers(weights, texts, ops):
         linears = weights.layers[layer].linears()
@@ -176,7 +176,7 @@ def _sensitivities(
     ops: Ops,
     progress: Progress,
 ) -> dict[Place, float]:
-    """Return the divergence in nats a token for each unit of a linear's error."""
+    """Return the divergence in nats per token for each unit of a linear's error."""
     count, sites = weights.spec.num_layers, weights.spec.sites_of(0)
     exact = [logits.clone() for logits in passes(weights, texts, ops, wants_logits=True)]
     thirds = [range(count * i // _THIRDS, count * (i + 1) // _THIRDS) for i in range(_THIRDS)]
@@ -193,7 +193,7 @@ def _sensitivities(
 
 
 class _Changed:
-    """Wrap a `Linear` and add the change of its outputs that rounding its weights makes."""
+    """Wrap a `Linear` and add up the change of its outputs that rounding its weights causes."""
 
     can_be_recorded = False
 

@@ -1,7 +1,7 @@
 """Quantize a base offline for `--quantized-weights`, rounding so that the outputs of linears change least.
 
-The float model reads a text, and the second moments of each linear's inputs are collected. The text may be the model's
-own: then none has to be chosen, and it is of the kind that the model writes (LLM-QAT, Liu et al. 2023).
+The float model reads a text, and the second moments of each linear's inputs are collected. The model itself may
+generate the text: then none has to be chosen, and it resembles the model's output (LLM-QAT, Liu et al. 2023).
 """
 
 import random
@@ -69,7 +69,7 @@ def moments_of_layers(
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield, for each layer, the [H, H] fp32 sum of x xᵀ over all rows of all texts, for each of its sites.
 
-    As many layers are watched at a time as `MAX_MOMENT_BYTES` allow; the texts are read again for each group.
+    As many layers are collected at a time as `MAX_MOMENT_BYTES` allow; the texts are read again for each group.
     """
     of_layer = sum(4 * site.in_features**2 for site in weights.spec.sites_of(0))
     at_once = max(1, MAX_MOMENT_BYTES // of_layer)
@@ -139,7 +139,7 @@ class Quantized:
 
 
 def load_floats(checkpoint: Checkpoint, progress: Progress) -> ModelWeights:
-    """Load a model as it is, fp32.
+    """Load a model unchanged, in fp32.
 
     Raises:
         CorruptModel: a tensor cannot be read.

@@ -1,1 +1,1 @@
-"""Many simulated servers (`planner`) behind routers: placements, failures, one storage, prefill and decode apart."""
+"""Many simulated servers (`planner`) behind routers: placements, failures, shared storage, prefill machines."""

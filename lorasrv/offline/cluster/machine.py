@@ -1,4 +1,4 @@
-"""Routers and machines of a simulated cluster, and the places that requests have there."""
+"""Routers and machines of a simulated cluster, and the requests placed there."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -12,36 +12,36 @@ from lorasrv.placement.work import WorkEstimator
 
 @dataclass(eq=False)
 class Router:
-    """Place requests, and prompts if machines of their own compute them."""
+    """Place requests, and also prompts if separate machines compute them."""
 
     number: int
     answers: Placement
     prompts: Placement
     work: WorkEstimator
-    # Seconds to read a byte of an adapter, which placements may weigh.
+    # Seconds to read a byte of an adapter, which placements may take into account.
     read_byte_s: float
 
     def demand(self, request: TraceRequest, session: str, prompt_tokens: int, adapter_bytes: int) -> Demand:
-        """Return what a request demands of a machine that computes so many tokens of its prompt."""
+        """Return the demand of a request on a machine that computes `prompt_tokens` of its prompt."""
         work_s = self.work.work_s(request.adapter, prompt_tokens, request.max_tokens)
         return Demand(request.adapter, work_s, session, load_s=adapter_bytes * self.read_byte_s)
 
     def prompt_demand(self, demand: Demand, request: TraceRequest) -> Demand:
-        """Return what it demands of a machine that computes its prompt alone."""
+        """Return the demand of a request on a machine that computes only its prompt."""
         return replace(demand, work_s=request.prompt_tokens * self.work.rates.prompt_token_s)
 
 
 @dataclass(eq=False)
 class Place:
-    """Hold a request's place at a machine, from when it is sent there until it is over."""
+    """Hold a request at a machine, from when it is sent there until it is over."""
 
     outcome: SimulatedRequest
     machine: "SimMachine"
     router: Router
-    # The one of the router's that chose the machine.
+    # The placement of the router that chose the machine.
     placement: Placement
     sent: SentRequest
-    # Of a prompt that is computed for another machine: the request's place there. And the reverse, meanwhile.
+    # For a prompt that is computed for another machine: the request's place there, and meanwhile the reverse.
     answer: "Place | None" = None
     prompt: "Place | None" = None
     is_open: bool = True
@@ -49,20 +49,20 @@ class Place:
 
 @dataclass(eq=False)
 class SimMachine:
-    """A server, what it was given, and what of that is not over."""
+    """Hold a server, the requests sent to it, and those that are not over."""
 
     name: str
-    # Its place among all machines that there were.
+    # Its number among all machines that ever existed.
     number: int
     replica: SimReplica
     # Whether it computes prompts for others.
     is_prefill: bool = False
     given: list[SimulatedRequest] = field(default_factory=list)
-    # By the request's number, the first that was sent first.
+    # By request number, in the order in which they were sent.
     places: dict[int, Place] = field(default_factory=dict)
     # Requests that are not over, by router.
     sent: Counter[int] = field(default_factory=Counter)
-    # Number of its newest entry in the heap of times; older entries are void.
+    # Number of its newest entry in the heap of times; older entries are outdated.
     entry: int = 0
     is_gone: bool = False
     # When its link is free.
@@ -74,7 +74,7 @@ class SimMachine:
         self.sent[place.router.number] += 1
 
     def close(self, place: Place) -> None:
-        """Take a request that is over off the accounts of its router and of this machine."""
+        """Remove a request that is over from the accounts of its router and of this machine."""
         del self.places[place.outcome.number]
         place.is_open = False
         place.placement.on_request_ended(place.sent)

@@ -1,4 +1,4 @@
-"""Describe a cluster: its machines, how requests are placed, what the machines share, and what happens to them."""
+"""Describe a cluster: its machines, how requests are placed, shared storage, and failing and joining machines."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class MachineChange:
     """Let a machine fail, or join with empty memory.
 
     Raises:
-        ConfigError: the time is none.
+        ConfigError: the time is invalid.
     """
 
     at_s: float
@@ -37,21 +37,21 @@ class ClusterOptions:
     """Describe a cluster of equal machines.
 
     Raises:
-        ConfigError: a value is out of range; names it.
+        ConfigError: a value is out of range; the message names it.
     """
 
     machines: int
     placement: str = "bounded"
     routers: int = 1
-    # Time between two reports of a machine to the routers; an edge asks as often.
+    # Seconds between two reports of a machine to the routers; the edge polls at the same interval.
     report_s: float = 0.5
     changes: Sequence[MachineChange] = ()
     seed: int = 0
-    # Bandwidth of one storage that all machines read adapters from; None: each has a disk of its own.
+    # Bandwidth of a shared storage from which all machines read adapters; None: each has its own disk.
     storage_bytes_per_s: float | None = None
-    # Machines, the first ones, that compute prompts for the others; 0: every machine does both.
+    # The first so many machines compute prompts for the others; 0: every machine does both.
     prefill: int = 0
-    # Bandwidth of each machine's link, over which pages of prompts go.
+    # Bandwidth of each machine's link, over which pages of prompts are sent.
     transfer_bytes_per_s: float = 10e9 / 8
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class ClusterStats:
     loads_from_host: int
     # Share of all requests that were served within the bounds.
     within: float
-    # Requests of the machine that got most, over the mean; and the same of its time computing.
+    # Requests of the machine that got most, divided by the mean; and the same for computing time.
     busiest_requests: float
     busiest_time: float
     refused: Mapping[str, int]
@@ -46,7 +46,7 @@ class ClusterStats:
 
 
 def cluster_stats(placement: str, done: ClusterResult, bounds_ms: Mapping[str, float]) -> ClusterStats:
-    """Summarise a replay; `bounds_ms` are those of `ttft`, `tpot` and `e2e`, as far as they are set."""
+    """Summarise a replay; `bounds_ms` may have bounds of `ttft`, `tpot` and `e2e`."""
     served = [o for o in done.outcomes if o.refused is None]
     seconds = done.end_s - min((o.request.arrival_s for o in done.outcomes), default=0.0)
     ttft_s = [o.ttft_s for o in served if o.ttft_s is not None]

@@ -1,8 +1,8 @@
-"""Say whether it pays that some machines compute prompts for others: prefill and decode apart (DistServe, OSDI 2024).
+"""Decide whether separate prefill and decode machines pay off (DistServe, OSDI 2024).
 
-The number of requests that keep their bounds decides. All machines doing both is tried as it is, and with the time
-between tokens bounded by the TPOT wanted and somewhat below: so prompts and answers get on with each other on one
-machine (chunked prefill). Torch-free.
+The number of requests within their bounds decides. Machines that do both are tried unchanged, and with the time between
+tokens bounded by the requested TPOT and somewhat less, which lets prompts and answers share a machine (chunked
+prefill). Torch-free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from lorasrv.offline.planner.sim_replica import SimServer
 from lorasrv.placement.work import WorkRates
 
 WORTH_IT = 0.01
-"""Share of all requests that must keep their bounds in addition."""
+"""Smallest additional share of all requests within their bounds for which roles pay off."""
 ITL_SHARES = (1.0, 0.7)
-"""Bounds of the time between tokens that are tried, as shares of the TPOT wanted."""
+"""Bounds of the time between tokens that are tried, as shares of the requested TPOT."""
 Tell = Callable[[str], None]
 """Called with a description of the next replay."""
 
@@ -30,14 +30,14 @@ class RolesTrial:
     # Machines that compute prompts; 0: all do both.
     prefill: int
     decode: int
-    # Bound of the time between tokens that was set for this replay; None: as on the server.
+    # Bound of the time between tokens in this replay; None: as on the server.
     target_itl_ms: float | None
     figures: ClusterStats
 
 
 @dataclass(frozen=True)
 class RolesPlan:
-    """Hold what was tried."""
+    """Hold the results of all trials."""
 
     both: Sequence[RolesTrial]
     apart: Sequence[RolesTrial]
@@ -52,7 +52,7 @@ class RolesPlan:
 
     @property
     def pays(self) -> bool:
-        """Return whether machines with roles let more requests keep their bounds."""
+        """Return whether more requests are within their bounds on machines with roles."""
         return self.best_apart.figures.within >= self.best_both.figures.within + WORTH_IT
 
 
@@ -63,11 +63,11 @@ def plan_roles(
     bounds_ms: Mapping[str, float],
     tell: Tell = lambda _: None,
 ) -> RolesPlan:
-    """Replay a trace on machines that do both, and on as many with roles, by the best ratio that is found.
+    """Replay a trace on machines that do both, and on as many machines with roles, at the best ratio that is found.
 
     Args:
-        options: of at least two machines, none with a role.
-        bounds_ms: of `ttft`, `tpot` and, if it is set, `e2e`.
+        options: at least two machines, none with a role.
+        bounds_ms: bounds of `ttft`, `tpot` and, if set, `e2e`.
     """
 
     def tried(prefill: int, target_itl_ms: float | None = None) -> RolesTrial:
@@ -83,7 +83,7 @@ def plan_roles(
     apart = {}
     at = prefill_share(server, trace, options.machines)
     for step in (-1, 1):
-        # From the ratio of the work on, as long as it gets better.
+        # Start at the ratio of the work, and continue while the result improves.
         number, best = at, None
         while 0 < number < options.machines:
             if number not in apart:
@@ -95,7 +95,7 @@ def plan_roles(
 
 
 def prefill_share(server: SimServer, trace: Sequence[TraceRequest], machines: int) -> int:
-    """Return how many of the machines the work of the prompts would keep busy, at least one and not all."""
+    """Return how many of the machines the prompts' work would occupy, at least one and not all."""
     rates = WorkRates.of_steps(server.costs.step)
     prompts = rates.prompt_token_s * sum(request.prompt_tokens for request in trace)
     answers = rates.answer_token_s * sum(request.output_tokens for request in trace)

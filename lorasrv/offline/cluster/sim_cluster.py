@@ -1,15 +1,16 @@
 """Replay a trace on several simulated servers, placed by the objects that a router runs (`lorasrv.placement`).
 
-Each server is the one of `sim_replica.py`, with the real scheduler. Requests arrive at routers in turn. A router knows
-at once what it sent and what of that is over, and by reports, every `report_s`, what the others sent; then it may move
-requests that have no token yet. A request that a server refuses is tried on the next of its rank, once.
+Each server is that of `sim_replica.py`, with the real scheduler. Requests arrive at the routers in turn. A router knows
+at once which requests it sent and which of them are over; it learns the work of other routers from reports every
+`report_s`, and may then move requests that have no token yet. A request that a server refuses is tried once more, on
+the next server of its rank.
 
-Machines may fail and join. The requests of a failed one go to the others if they have no token yet, and are lost if
-they have: a stream is not taken up elsewhere. Routers know of both at once.
+Machines may fail and join; routers know at once. The requests of a failed machine go to the others if they have no
+token yet; otherwise they are lost, because a stream is not resumed elsewhere.
 
-Machines that compute prompts for others (`prefill`) hand over the whole pages of each; the last one, at least a token,
-is computed where the answer is. Both links are busy while pages go over, one prompt after another. What does not
-come, because that machine failed, refused or has no room, is computed where the answer is. Torch-free.
+Machines that compute prompts for others (`prefill`) send the full pages of each prompt; the last page, or at least one
+token, is computed where the answer is. Both links are busy while pages are sent, one prompt after another. Pages that
+do not arrive, because that machine failed, refused or has no room, are computed where the answer is. Torch-free.
 """
 
 import heapq
@@ -35,7 +36,7 @@ from lorasrv.placement.prefill import is_worth_asking
 from lorasrv.placement.work import WorkEstimator, WorkRates
 
 TRIES = 2
-"""Servers that are asked for a place before a request is refused."""
+"""Number of servers that are tried before a request is refused."""
 MAX_LOSSES = 2
 """Failures of machines after which a request is not sent again."""
 LOST, NO_REPLICA = "replica lost", "no replica ready"
@@ -48,7 +49,7 @@ class ClusterCounters:
     # Requests that were sent again because their machine failed, and that were moved by their router.
     resent: int = 0
     moved: int = 0
-    # Prompts that one machine computed for another, and bytes of their pages that went over.
+    # Prompts that one machine computed for another, and bytes of their pages that were sent.
     handed_over: int = 0
     handed_over_bytes: int = 0
 
@@ -58,7 +59,7 @@ class ClusterResult:
     """Hold the counts of a replay on several machines."""
 
     outcomes: Sequence[SimulatedRequest]
-    # Every machine that there was, in the order in which they began.
+    # Every machine that ever existed, in the order of their starts.
     machines: Sequence[SimulationResult]
     counters: ClusterCounters
 
@@ -125,19 +126,19 @@ class SimCluster:
         return self._outcomes[self._next].request.arrival_s + self._server.costs.edge_s
 
     def _round_s(self) -> float:
-        """Return when the next round of any machine is due, which is then the first of the heap."""
+        """Return when the next round of any machine is due; that machine is then the first of the heap."""
         while self._rounds and (self._rounds[0][-1].is_gone or self._rounds[0][2] != self._rounds[0][-1].entry):
             heapq.heappop(self._rounds)
         return self._rounds[0][0] if self._rounds else math.inf
 
     def _due(self, machine: SimMachine) -> None:
-        """Enter when a machine's next round is due."""
+        """Put the time of a machine's next round into the heap."""
         machine.entry += 1
         if machine.replica.next_s < math.inf:
             heapq.heappush(self._rounds, (machine.replica.next_s, machine.number, machine.entry, machine))
 
     def _follow_storage(self) -> None:
-        """Enter anew when reads end, if their rate has changed."""
+        """Update the ends of reads in the heap, if their rate has changed."""
         if self._storage is not None and self._storage.take_changed():
             for machine in self._machines.values():
                 if machine.replica.is_reading:
@@ -188,7 +189,7 @@ class SimCluster:
         self._num_open -= 1
 
     def _begin(self, place: Place, now: float, pages: Sequence[bytes] = ()) -> bool:
-        """Give a request to its machine; return False if it is refused, which ends its place there."""
+        """Give a request to its machine; return False if it is refused, and is then no longer placed there."""
         machine, outcome = place.machine, place.outcome
         machine.given.append(outcome)
         outcome.refused = machine.replica.give(outcome, now, pages)
@@ -208,7 +209,7 @@ class SimCluster:
         self._due(machine)
 
     def _report(self, now: float) -> None:
-        """Tell the routers of the machines, once a period, and let them move requests."""
+        """Report the machines to the routers, once per period, and let the routers move requests."""
         if now < self._report_at_s:
             return
         self._report_at_s = (math.floor(now / self._options.report_s) + 1) * self._options.report_s
@@ -223,7 +224,7 @@ class SimCluster:
             self._move(now)
 
     def _move(self, now: float) -> None:
-        """Move the requests that the routers want elsewhere, unless they have a token meanwhile."""
+        """Move the requests that the routers want elsewhere, unless they have got a token meanwhile."""
         wanted = {sent: to for router in self._routers for sent, to in router.answers.moves()}
         if not wanted:
             return
@@ -250,7 +251,8 @@ class SimCluster:
         return has_prefill and is_worth_asking(outcome.request.prompt_tokens, self._server.costs.step["token"])
 
     def _begin_prompt(self, answer: Place, now: float) -> bool:
-        """Have another machine compute the whole pages of a prompt; return False if none does, or none is missing."""
+        """Have another machine compute the full pages of a prompt; return False if no machine does, or no page is
+        missing."""
         request, number = answer.outcome.request, answer.outcome.number
         if not self._is_split(answer.outcome) or not answer.machine.replica.missing_pages(answer.outcome):
             return False
@@ -271,7 +273,7 @@ class SimCluster:
         return False
 
     def _hand_over(self, prompt: Place, answer: Place) -> None:
-        """Send the pages of a prompt that was computed, as soon as both links are free."""
+        """Send the pages of a computed prompt as soon as both links are free."""
         source, target, now = prompt.machine, answer.machine, prompt.machine.replica.now
         answer.prompt = None
         pages = () if prompt.outcome.refused else target.replica.missing_pages(answer.outcome)
@@ -335,7 +337,7 @@ class SimCluster:
         self._route(outcome, now)
 
     def _tell_routers(self) -> None:
-        """Machines for prompts answer, too, where no other is left: as at an edge."""
+        """Report the machines to the routers. If no others are left, prefill machines also answer, as in the edge."""
         prefill = [Replica(name) for name, machine in self._machines.items() if machine.is_prefill]
         others = [Replica(name) for name, machine in self._machines.items() if not machine.is_prefill]
         for router in self._routers:

@@ -14,7 +14,7 @@ from lorasrv.offline.planner.what_if import name_of_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 PIECES = 4
-"""Sites of a layout of which only the bytes are known: about as many panels as an adapter usually has."""
+"""Sites of a layout if only its bytes are known: gives about as many panels as an adapter usually has."""
 PIECE_RANK = 16
 
 

@@ -1,7 +1,7 @@
 """Measure this machine for `replay` with a short run of the real engine on generated adapters.
 
-The engine runs as in a server: its thread beside an event loop that takes the outputs, adapters read by the loader's
-threads. The measurements are its own steps, the same that it learns from while serving.
+The engine runs as in a server: in its thread, beside an event loop that takes the outputs, with adapters read by the
+loader's threads. The measurements are the engine's own, from which it also learns while serving.
 """
 
 import asyncio
@@ -184,7 +184,7 @@ class _Run:
         return first_s
 
     async def _edge(self) -> float:
-        """Measure what a first token takes beside its step."""
+        """Measure the time that a first token takes in addition to its step."""
         beside = []
         for _ in range(5):
             first_s = await self._ask(None, 16, 1)
@@ -225,7 +225,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredLoad:
-    """An adapter that was read in `seconds`, at some time between the other two."""
+    """Hold an adapter's read of `seconds`, which happened between the other two times."""
 
     nbytes: int
     seconds: float
@@ -242,7 +242,7 @@ class _Loads:
 
     @classmethod
     def of(cls, loads: Sequence[_MeasuredLoad], steps: Sequence[_Step]) -> "_Loads":
-        """Fit load costs. The steps that ran beside a load, compared with the others, give the stall that it caused."""
+        """Fit load costs. The difference between steps during a load and other steps is the stall that it caused."""
         each_s, byte_s = _line([(load.nbytes, load.seconds) for load in loads])
         alike = [(end - s, end, s) for end, shape, s in steps if shape.tokens == shape.requests == NUM_STREAMS]
         beside = [[s for begin, end, s in alike if begin < load.ended_s and load.begun_s < end] for load in loads]
@@ -265,7 +265,7 @@ def fitted(steps: Sequence[_Step]) -> dict[str, float]:
 
 
 def _between(steps: Sequence[_Step]) -> float:
-    """Return the median time from the end of a step to the begin of the next; mostly there was work."""
+    """Return the median time from the end of a step to the start of the next; mostly there was work."""
     gaps = [after[0] - after[2] - before[0] for before, after in itertools.pairwise(steps)]
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 

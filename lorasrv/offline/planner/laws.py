@@ -1,7 +1,7 @@
-"""Traffic by law instead of a trace: when requests arrive, which adapters they name, how long they are. Torch-free.
+"""Synthetic traffic instead of a trace: when requests arrive, which adapters they name, how long they are. Torch-free.
 
-Each law is a rate over time; arrivals follow it as a Poisson process does, by thinning. The same seed gives the same
-traffic.
+Each law is a rate over time; arrivals are a Poisson process with this rate, drawn by thinning. The same seed gives the
+same traffic.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from lorasrv.metrics.trace import TraceRequest
 
 DAYS = 2
 DEEPEST = 0.1
-"""Rate of a night's middle, as a share of the mean."""
+"""Rate in the middle of the night, as a share of the mean."""
 FLASH_SHARE, FLASH_TIMES = 0.2, 4.0
-"""A flash crowd's share of the time, and its rate beside the usual one."""
+"""A flash crowd's share of the time, and its rate as a multiple of the usual one."""
 CROWD = 0.5
 """Share of a flash crowd's requests that name one adapter."""
 BUSY_TIMES, BUSY_SHARE = 2.5, 0.25
@@ -27,27 +27,27 @@ STAY_S = 5.0
 """Mean seconds in the busy state."""
 MAX_TOKENS = 1 << 20
 Rate = Callable[[float], float]
-"""Requests a second at a time, as a multiple of the mean."""
+"""Requests per second at a given time, as a multiple of the mean."""
 
 
 MAX_REQUESTS = 10_000_000
-"""Of some 200 bytes each."""
+"""Most requests of a trace, at some 200 bytes each."""
 
 
 @dataclass(frozen=True)
 class TrafficLaw:
-    """Describe traffic; means and laws are those of the whole.
+    """Describe the traffic as a whole by means and laws.
 
     Raises:
-        ConfigError: a value is out of range; names it.
+        ConfigError: a value is out of range; the message names it.
     """
 
     law: str = "poisson"
-    # Mean requests a second.
+    # Mean requests per second.
     rate: float = 10.0
     seconds: float = 60.0
     adapters: int = 1000
-    # Exponent of the adapters' popularity; 0: all alike.
+    # Exponent of the adapters' popularity; 0: all equally popular.
     zipf: float = 1.0
     # Means of lognormal lengths; `sigma` is the standard deviation of their logarithm.
     prompt_tokens: float = 256.0
@@ -94,7 +94,7 @@ def _diurnal(seconds: float, rng: random.Random) -> tuple[Rate, float]:
 
 
 def _flash(seconds: float, rng: random.Random) -> tuple[Rate, float]:
-    """Return a usual rate and, from the middle on, that of a crowd."""
+    """Return the usual rate, with a flash crowd from the middle on."""
     usual = 1.0 / (1.0 + FLASH_SHARE * (FLASH_TIMES - 1.0))
     return lambda at_s: usual * (FLASH_TIMES if _is_flash(at_s, seconds) else 1.0), usual * FLASH_TIMES
 
@@ -104,7 +104,7 @@ def _is_flash(at_s: float, seconds: float) -> bool:
 
 
 def _mmpp(seconds: float, rng: random.Random) -> tuple[Rate, float]:
-    """Return the rate of a Poisson process with two states, which last exponentially long (Markov-modulated)."""
+    """Return the rate of a Markov-modulated Poisson process: two states with exponentially distributed durations."""
     calm = (1.0 - BUSY_SHARE * BUSY_TIMES) / (1.0 - BUSY_SHARE)
     stays = (STAY_S * (1.0 - BUSY_SHARE) / BUSY_SHARE, STAY_S)
     ends = [0.0]
@@ -122,7 +122,7 @@ LAWS: dict[str, Callable[[float, random.Random], tuple[Rate, float]]] = {
 
 
 def _arrivals(rate: Rate, peak: float, of: TrafficLaw, rng: random.Random) -> Iterator[float]:
-    """Draw the times of a process with this rate: those of one at its peak, each kept by chance."""
+    """Draw the arrival times of a process with this rate, by thinning one with the peak rate."""
     at_s = rng.expovariate(peak * of.rate)
     while at_s < of.seconds:
         if rng.random() * peak < rate(at_s):
@@ -131,7 +131,7 @@ def _arrivals(rate: Rate, peak: float, of: TrafficLaw, rng: random.Random) -> It
 
 
 def _adapters(of: TrafficLaw, rng: random.Random) -> Callable[[float], str]:
-    """Return a function that draws an adapter by Zipf's law, in a flash crowd often the crowd's own."""
+    """Return a function that draws an adapter by Zipf's law; in a flash crowd, often the crowd's adapter."""
     ends = list(itertools.accumulate(1.0 / rank**of.zipf for rank in range(1, of.adapters + 1)))
     crowd = rng.randrange(of.adapters)
 

@@ -1,7 +1,7 @@
 """Describe the costs of serving on a machine as plain numbers for `replay`, and cache measured ones as JSON.
 Torch-free.
 
-The cache has one small file for each model and form of it.
+The cache has one small file for each model and weight format.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class MachineProfile:
 
     # Seconds per part of `cost_model.PARTS`, for the whole of `EngineCore.step`.
     step: Mapping[str, float]
-    # From the end of a step to the begin of the next while there is work.
+    # From the end of a step to the start of the next while there is work.
     between_steps_s: float = 0.0
     # From a request's arrival until the engine may see it.
     edge_s: float = 0.0

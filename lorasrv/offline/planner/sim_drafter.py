@@ -1,9 +1,9 @@
-"""Recorded drafts: each request of a replay is drafted as often, and as rightly, as the trace says. Torch-free.
+"""Recorded drafts: each request of a replay gets drafts of the length and accuracy in the trace. Torch-free.
 
-A trace tells how many draft tokens an answer's steps verified and accepted, not which. Here its drafts have the
-recorded mean length and number of right tokens. Whether they are verified is the planner's decision, as on a server: a
-trace of quiet hours keeps its drafts in a replay of quiet hours and loses them under load. The reverse is not known:
-drafts that a busy server left out are in no trace.
+A trace contains how many draft tokens an answer's steps verified and accepted, but not which. Here drafts have the
+recorded mean length and number of right tokens. As on a server, the planner decides whether they are verified: drafts
+of a trace from quiet hours are verified in a quiet replay and left out under load. The reverse is unknown: no trace
+contains drafts that a busy server left out.
 """
 
 import random
@@ -19,9 +19,9 @@ class RecordedDrafts(Drafter):
     """Draft as recorded.
 
     Args:
-        recorded: what a trace says of a live request.
-        right: the token that answers say, but for their last.
-        wrong: one that they never say.
+        recorded: returns the trace's record of a live request.
+        right: the token of which answers consist, except for their last.
+        wrong: a token that never occurs in answers.
     """
 
     name = "recorded"
@@ -47,5 +47,5 @@ class RecordedDrafts(Drafter):
 
 
 def _rounded(mean: float, draw: float) -> int:
-    """Return the whole number below or above a mean, so that those of many draws between 0 and 1 have this mean."""
+    """Round a mean up or down by a draw between 0 and 1, so that the results of many draws have this mean."""
     return int(mean) + (draw < mean % 1)

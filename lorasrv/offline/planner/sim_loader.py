@@ -1,8 +1,8 @@
 """Simulate `ThreadedLoader`'s queues on an external clock: loads take time but move no bytes. Torch-free.
 
-Up to `PARALLEL_LOADS` adapters are read in parallel and share the disk's bandwidth, and that of a storage which other
-loaders read from, too; copies run one after another. Host memory is the real `HostCache`, so its bound, pins and
-evictions are the server's.
+Up to `PARALLEL_LOADS` adapters are read in parallel and share the bandwidth of the disk, or of a storage that is shared
+with other loaders; copies run one after another. Host memory is the real `HostCache`, so its bound, pins and evictions
+are the server's.
 """
 
 import math
@@ -18,7 +18,7 @@ from lorasrv.config import PARALLEL_LOADS
 from lorasrv.offline.planner.machine_profile import MachineProfile
 
 EPSILON_S = 1e-6
-"""Events within a microsecond have ended: a clock of years has no finer steps."""
+"""Events within a microsecond count as ended: a clock that covers years has no finer resolution."""
 
 
 class LoadPart(Enum):
@@ -43,14 +43,14 @@ class Storage(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SimLoad:
-    """An entry of the load queue; `setup_s` and `bytes_left` are left to be spent on it."""
+    """Hold an entry of the load queue."""
 
     key: AdapterKey
     nbytes: int
     # Seconds and bytes left to read.
     setup_s: float
     bytes_left: float
-    # Otherwise a prefetch.
+    # Whether the engine ordered it; otherwise it is a prefetch.
     is_requested: bool
 
 
@@ -59,8 +59,8 @@ class SimLoader:
 
     Args:
         cache: host memory; its values are numbers of bytes.
-        size_of: bytes of an adapter.
-        storage: where the files are; None: on a disk of its own.
+        size_of: returns the bytes of an adapter.
+        storage: where the files are; None: on its own disk.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SimLoader:
         self.num_from_host = 0
 
     def take_stall_s(self) -> float:
-        """Return the time that loads which ended since the last call take from the step that ran meanwhile."""
+        """Return by how long the loads that ended since the last call delay the step that ran meanwhile."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
 
@@ -119,12 +119,12 @@ class SimLoader:
         self._begin()
 
     def settle(self, now_s: float) -> None:
-        """Count what was read until now at the present rate, without ending a load."""
+        """Count the bytes read until now at the current rate, without ending a load."""
         self._read_for(now_s - self._now)
         self._now = now_s
 
     def stop(self) -> None:
-        """Read no more, as a machine that fails."""
+        """Stop reading, like a machine that fails."""
         if self._storage is not None:
             self._storage.change(self._now, -len(self._reading))
             self._storage.detach(self.settle)
@@ -160,7 +160,7 @@ class SimLoader:
             self._begin()
 
     def poll(self) -> list[tuple[AdapterKey, LoadPart]]:
-        """Return what has ended since the last call."""
+        """Return the loads and copies that have ended since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -206,7 +206,7 @@ class SimLoader:
 
     @property
     def _byte_s(self) -> float:
-        """Return the seconds that a byte of each load takes now."""
+        """Return the seconds per byte of each load now."""
         own_s = self._costs.load_byte_s * len(self._reading)
         return own_s if self._storage is None else max(own_s, self._storage.read_byte_s)
 

@@ -5,8 +5,7 @@ issue orders, compute the step, `update_from_output`. Only the work is simulated
 for its shape, a load takes what its bytes take, and an answer has as many tokens as recorded, drafted as recorded.
 Queueing, chunking, eviction and the choice of drafts are the scheduler's own.
 
-The driver keeps the order of time: it calls `round` when `next_s` has come, and `give` for a request that arrives
-before. Torch-free.
+The driver calls in the order of time: `round` at `next_s`, and `give` for a request that arrives before. Torch-free.
 """
 
 import math
@@ -73,7 +72,7 @@ class _Pass:
 
     step: SchedulerOutput
     begun_s: float
-    # Moves on while loads disturb the step.
+    # Moves later when loads delay the step.
     ends_s: float
 
 
@@ -81,7 +80,7 @@ class SimReplica:
     """Simulate a server with empty memory, from `begins_s` on.
 
     Args:
-        storage: where its adapters' files are; None: on a disk of its own.
+        storage: where its adapters' files are; None: on its own disk.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class SimReplica:
         self._live: dict[RequestId, SimulatedRequest] = {}
         self._inbox: list[tuple[EngineCoreRequest, Sequence[bytes]]] = []
         self._num_arrived = self._num_withdrawn = 0
-        # The step that is being computed; else until when to wait for an event, or None: a round begins now.
+        # The step that is being computed. Without one: when the wait for an event ends, or None to begin a round now.
         self._pass: _Pass | None = None
         self._waits_until_s: float | None = None
         self._gaps = array("d")
@@ -148,7 +147,7 @@ class SimReplica:
 
     @property
     def next_s(self) -> float:
-        """Return when `round` is due; infinity if nothing will happen before a request is given."""
+        """Return when `round` is due; infinity if nothing happens until a request is given."""
         if self._pass is not None and self.now < self._pass.ends_s:
             return min(self._pass.ends_s, self._loader.next_event_s())
         if self._pass is None and self._waits_until_s is not None:
@@ -156,7 +155,7 @@ class SimReplica:
         return self.now
 
     def round(self) -> list[SimulatedRequest]:
-        """Do what is due: let an event happen, or begin or end a step. Return the requests that have ended."""
+        """Let the due event happen, or begin or end a step. Return the requests that have ended."""
         if self._pass is not None:
             if self.now < self._pass.ends_s:
                 self._move_to(self.next_s)
@@ -168,17 +167,18 @@ class SimReplica:
         return self._begin()
 
     def give(self, outcome: SimulatedRequest, at_s: float, pages: Sequence[bytes] = ()) -> str | None:
-        """Admit a request, possibly during a step, and start reading its adapter's file; return why not, if so.
+        """Admit a request, possibly during a step, and start reading its adapter's file; return why it is refused, or
+        None.
 
         Args:
             at_s: not after `next_s`.
-            pages: digests of pages of its prompt that come with it, as `missing_pages` named them.
+            pages: digests of pages of its prompt that arrive with it, as returned by `missing_pages`.
         """
         if at_s > self.now:
             self._move_to(at_s)
         self._waits_until_s = None
         refused = self._why_not(outcome.request)
-        # One that was withdrawn and comes back needs another name: the step that was begun with it may not have ended.
+        # A withdrawn request that returns needs another name: the step that began with it may not have ended.
         rid = RequestId(f"r{outcome.number}.{self._num_withdrawn}")
         message = None if refused else self._message(rid, outcome)
         if message is None:
@@ -192,7 +192,7 @@ class SimReplica:
         return None
 
     def withdraw(self, outcome: SimulatedRequest, at_s: float) -> None:
-        """Abort a request, as a server does whose client has gone.
+        """Abort a request, as a server does when the client has left.
 
         Args:
             at_s: not after `next_s`.
@@ -218,14 +218,14 @@ class SimReplica:
             self._loader.prefetch(key_of(adapter))
 
     def stop(self, at_s: float) -> None:
-        """Fail: read and compute no more."""
+        """Fail: stop reading and computing."""
         if at_s > self.now:
             self._move_to(at_s)
         self._loader.stop()
 
     def missing_pages(self, outcome: SimulatedRequest) -> tuple[bytes, ...]:
-        """Return the digests of the whole pages of a prompt that are not here, but for its last token's; none if
-        prefixes are not kept."""
+        """Return the digests of the full pages of a prompt that are missing here, except the page of its last token;
+        none if prefixes are not cached."""
         if (prefixes := self.memory.prefixes) is None:
             return ()
         adapter, page_size = outcome.request.adapter, self._server.geometry.page_size
@@ -245,7 +245,7 @@ class SimReplica:
         return frozenset(self._traffic.names[key] for key, _, _ in self.memory.adapters.placements())
 
     def stats(self) -> EngineStats:
-        """Return those of an engine's counts from which its work is estimated."""
+        """Return the engine's counts from which its work is estimated."""
         counters, for_adapter = self.scheduler.counters, self.scheduler.num_waiting_for_adapter
         return EngineStats(
             requests_running=self.scheduler.num_running,
@@ -341,7 +341,7 @@ class SimReplica:
     def _message(self, rid: RequestId, outcome: SimulatedRequest) -> EngineCoreRequest | None:
         """Return a request's message; None if it can never fit."""
         request = outcome.request
-        # Where the context is shorter than the recorded server's, an answer gets only the rest of the context.
+        # If the context is shorter than the recorded server's, an answer gets only the rest of the context.
         most = max(request.output_tokens, request.max_tokens or 0)
         most = min(most, self._server.max_model_len - request.prompt_tokens)
         try:
@@ -361,8 +361,8 @@ class SimReplica:
             return None
 
     def _sampled(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Sample the end token as an answer's last token, unless its length ends it, and others as far as drafts are
-        right."""
+        """Sample tokens as far as drafts are right. An answer's last token is the end token, unless its length ends
+        it."""
         tokens = {}
         for scheduled in step.requests:
             if scheduled.samples and (outcome := self._live.get(scheduled.request_id)) is not None:
@@ -373,7 +373,7 @@ class SimReplica:
         return ModelRunnerOutput(tokens)
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> list[SimulatedRequest]:
-        """Enter what the requests got; return those that have ended."""
+        """Record the outputs of requests; return the requests that have ended."""
         ended = []
         for output in outputs:
             outcome = self._live.get(output.request_id)

@@ -1,10 +1,9 @@
-"""What the servers of a replay know of its requests: prompts, layouts of adapters, and how each request fared.
-Torch-free.
+"""The requests of a replay: prompts, layouts of adapters, and the result of each request. Torch-free.
 
-Prompts have the recorded lengths and share tokens where the recorded ones did. A trace tells how many tokens of a
-prompt were cached, but not which. Here the requests of one adapter begin with the same tokens, as many as were cached;
-the first of each adapter begins with as many as any other shares, since it is their origin. All other tokens are a
-request's own. Whether a shared beginning is still cached is decided by the real prefix cache.
+Prompts have the recorded lengths and share tokens if the recorded ones did. A trace contains how many tokens of a
+prompt were cached, but not which. Here the requests of one adapter begin with the same tokens, as many as were cached.
+The first request of each adapter begins with as many of these as any other shares, because it is their origin. All
+other tokens are a request's own. The real prefix cache decides whether a shared beginning is still cached.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ class SimulatedPrompts:
         return (SHARED_TOKEN,) * shared + (FIRST_OWN_TOKEN + number,) + (OTHER_TOKEN,) * (length - shared - 1)
 
     def session(self, number: int) -> str:
-        """Return what an edge takes a request's conversation for: how its prompt begins."""
+        """Return the conversation to which an edge would assign a request: the beginning of its prompt."""
         return repr(self.of(number)[: SESSION_CHARS // CHARS_PER_TOKEN])
 
 
@@ -114,5 +113,5 @@ class SimulationResult:
 
 
 def key_of(adapter: str) -> AdapterKey:
-    """Return a stand-in for a name's content: in a trace a name means one content only."""
+    """Return a key in place of the adapter's content: in a trace, a name has only one content."""
     return AdapterKey(hashlib.sha256(adapter.encode("utf-8", "surrogatepass")).hexdigest())

@@ -27,7 +27,7 @@ from lorasrv.offline.verify.verdict import (
 
 MAX_NAMED = 8
 FLOAT_ROUNDING = 1e-6
-"""Share of a linear's output that the difference of two such outputs may be off, in float32."""
+"""Largest float32 error of the difference of two outputs of a linear, as a share of the output."""
 
 
 @dataclass
@@ -116,12 +116,12 @@ class EffectComparison:
 
 
 class ModuleDeltas(NamedTuple):
-    """Hold what an adapter changes at one module for the same inputs, as served and with PEFT."""
+    """Hold an adapter's change of one module's output for the same inputs, as served and with PEFT."""
 
     name: str
     served: Tensor
     oracle: Tensor
-    # Largest norm of their difference that rounding may make.
+    # Largest norm of their difference that rounding may cause.
     rounding: float = 0.0
 
 
@@ -150,7 +150,7 @@ ROWS = 4
 HEAD_ROWS = 16
 """Random inputs of the head, whose own rows may be few."""
 TOKENS = 256
-"""Random tokens of the embedding, and as many of those whose rows are the adapter's own."""
+"""Random tokens of the embedding, and as many tokens with own rows of the adapter."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,6 @@ def _end_deltas(
 
 
 def _end_delta(name: str, served: tuple[Tensor, Tensor], oracle: tuple[Tensor, Tensor], share: float) -> ModuleDeltas:
-    """Compare pairs of outputs with the adapter and without, of which rounding makes a share."""
+    """Compare pairs of outputs with the adapter and without; rounding may change them by `share`."""
     rounding = share * float(oracle[0].double().norm())
     return ModuleDeltas(name, served[0] - served[1], oracle[0] - oracle[1], rounding)

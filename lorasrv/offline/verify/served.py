@@ -75,7 +75,7 @@ class ServedModel:
         self.adapter = read_adapter(job, base_shapes(checkpoint.spec))
         self._key: AdapterKey = job.key
         self._dtype = dtype
-        # Tokens whose rows the adapter has as its own, in the head and in the embedding.
+        # Tokens for which the adapter has its own rows, in the head and in the embedding.
         self.own_tokens = own_tokens(self.weights, self.adapter, dtype)
         longest = max(len(prompt) for prompt in job.prompts) + job.new_tokens
         self._pages = -(-longest // PAGE_TOKENS)
@@ -104,8 +104,8 @@ class ServedModel:
 
     @torch.inference_mode()
     def delta(self, layer: int, site: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the adapter changes at one site, x [T, in] fp32 -> [T, sum of the slices' widths], and the output
-        that it is a difference of, zeros if it is none.
+        """Return the adapter's change of one site's output, x [T, in] fp32 -> [T, sum of the slices' widths], and the
+        output to which a difference refers; zeros if the change is not computed as a difference.
         """
         plan = self._one([0] * len(x), self._key).tables.lora
         slab, plain = self._memory.slab(layer), torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))

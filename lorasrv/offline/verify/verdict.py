@@ -10,15 +10,15 @@ from enum import StrEnum
 from typing import Any
 
 EXACT = 1e-4
-"""Share of the largest logit, or of a linear's delta: float32 sums in another order stay below, with a margin."""
+"""Share of the largest logit, or of a linear's delta. Float32 sums in another order differ by less, with a margin."""
 BASE_ERRORS = 2.0
 EFFECT_SHARE = 0.05
 BASE_LIMIT = 0.1
-"""Most the base's own error may be, as a share of the logits' spread; rounded activations make 0.02."""
+"""Largest error of the base itself, as a share of the logits' spread; rounded activations cause 0.02."""
 LINEAR_LIMITS: Mapping[str, float] = {"float32": EXACT, "bfloat16": 0.01}
-"""Most the delta of one linear may be off, by the dtype of adapters; rounding A and B to bf16 makes 0.002."""
+"""Largest error of one linear's delta, by the dtype of adapters; rounding A and B to bf16 causes 0.002."""
 ROW_ROUNDING: Mapping[str, float] = {"float32": EXACT, "bfloat16": 2**-8}
-"""Share of the output of a head or embedding with own rows that rounding these to the adapter dtype may make."""
+"""Largest error from rounding own rows to the adapter dtype, as a share of the output of the head or embedding."""
 
 
 class ComparisonOutcome(StrEnum):

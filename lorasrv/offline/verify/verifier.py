@@ -1,6 +1,7 @@
 """Run verifications for the server: one worker process at a time, supervised and always ended. Torch-free.
 
-All computing happens in the worker, at the lowest priority. The memory it needs beside the server is checked first.
+All computing happens in the worker, at the lowest priority. The memory that it needs beside the server is checked
+first.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class Verifier:
         Raises:
             VerificationUnavailable, VerificationBusy: see `check_ready`.
             RequestTimeout: it was not done in time, and was stopped.
-            VerificationFailed: there is no verdict; says why.
+            VerificationFailed: there is no verdict; the message says why.
         """
         self.check_ready(may_see)
         self._running, self._since_s = name, time.monotonic()
