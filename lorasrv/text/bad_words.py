@@ -1,4 +1,4 @@
-"""Bad words: texts that an answer does not have, as the tokens that spell them."""
+"""Bad words: texts that an answer must not contain, as the tokens that spell them."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,9 @@ from lorasrv.text.tokenizer import Tokenizer
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each text, at the beginning of an answer and behind a blank, each sequence once.
+    """Return the tokens of each text, at the beginning of an answer and after a space, each sequence once.
 
-    A model can spell a text otherwise, with shorter tokens: then it is not recognised, as in vLLM and transformers.
+    A text that the model spells differently, with shorter tokens, is not recognised, as in vLLM and transformers.
 
     Raises:
         InvalidRequest: a text has lone surrogates.

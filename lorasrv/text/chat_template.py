@@ -1,14 +1,14 @@
 """Render messages to a prompt with the model's own Jinja template, sandboxed, with the options of transformers.
 
 Message content can never become a special token (a forged end of turn, another role); ordinary content gives the ids
-of transformers' `apply_chat_template`. `encode` sets a mark, a rare sign that the messages do not contain, in front of
-each control token in a message, and in front of each beginning of one at the end of a string, which the next string
+of transformers' `apply_chat_template`. `encode` sets a mark, a rare character that the messages do not contain, before
+each control token in a message, and before each partial control token at the end of a string, which the next string
 could complete. Templates may trim, split or join strings; the mark stays with its text. After rendering, the marks are
-removed and the text is cut behind the first character of each marked control token: no piece holds that token any more,
-so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
+removed and the text is cut after the first character of each marked control token. No piece contains the whole token
+then, so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
 
-A mark can keep a template from trimming what stands before it: the text is that of a rendering without marks, if both
-differ in white space alone.
+A mark can keep a template from trimming the text before it. So if renderings with and without marks differ only in
+white space, the one without marks is used.
 
 The idea of marking is transformers' (`sanitize_control_tokens`), which misses a token split over two strings.
 """
@@ -35,8 +35,8 @@ from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
 MARKS = "".join(map(chr, range(0x101D0, 0x101FD)))
-"""The signs of the Phaistos Disc: they can be printed, so that Python's `repr` leaves them as they are in a dict that a
-template writes, and no language uses them."""
+"""The signs of the Phaistos Disc. No language uses them, and they are printable, so Python's `repr` leaves them
+unchanged in a dict that a template writes."""
 
 _AT_ONCE = 1 << 14
 
@@ -66,7 +66,7 @@ class PromptGuard:
         """Return a mark that no string within `value` contains.
 
         Raises:
-            InvalidRequest: all of them occur.
+            InvalidRequest: all marks occur.
         """
         used: set[str] = set()
         _collect_marks(value, used)
@@ -97,14 +97,14 @@ class PromptGuard:
 
         Args:
             marked: the text with marks.
-            plain: what the template writes without them; it is cut if it differs in white space alone.
+            plain: the text without marks; it is cut instead if it differs only in white space.
         """
         parts = marked.split(mark)
         places = set(accumulate(map(len, parts[:-1])))
         text = "".join(parts)
         found = self._control_tokens_in(text, lambda number, at: at in places)
         if plain != text and "".join(plain.split()) == "".join(text.split()):
-            # The same tokens in the same order: each is content where it was.
+            # The same tokens in the same order: each is content in both texts or in neither.
             are_content = [content for _, _, content in found]
             same = self._control_tokens_in(plain, lambda number, at: number < len(found) and are_content[number])
             if [token[1:] for token in same] == [token[1:] for token in found]:
@@ -113,8 +113,8 @@ class PromptGuard:
         return [text[a:b] for a, b in pairwise(cuts)]
 
     def _control_tokens_in(self, text: str, is_content: Callable[[int, int], bool]) -> list[tuple[int, str, bool]]:
-        """Return (place, control token, whether it is content) of all that a tokenizer would find if those of the
-        content were none.
+        """Return (place, control token, whether it is content) of all that a tokenizer would find if those in content
+        were ordinary text.
 
         Args:
             is_content: called with a token's number and place.
@@ -128,9 +128,7 @@ class PromptGuard:
         return found
 
     def _mark_text(self, text: str, mark: str) -> str:
-        """Set marks before control tokens, overlapping ones included, and before beginnings of one at the end of the
-        text.
-        """
+        """Set marks before control tokens, also overlapping ones, and before a partial one at the end of the text."""
         places = {m.start() for m in self._overlapping(text)}
         end = len(text.rstrip())
         places |= {i for i in range(max(0, end - self._longest), end) if self._may_begin(text[i:end])}
@@ -140,17 +138,16 @@ class PromptGuard:
         return mark.join(text[a:b] for a, b in pairwise(cuts))
 
     def _may_begin(self, text: str) -> bool:
-        """Return whether a control token begins with the text, and goes on."""
+        """Return whether the text is the incomplete beginning of a control token."""
         following = bisect_right(self._sorted, text)
         return following < len(self._sorted) and self._sorted[following].startswith(text)
 
     def control_tokens(self, text: str) -> list[str]:
-        """Return the control tokens that a text spells, each once."""
+        """Return the control tokens that a text contains, each once."""
         return list(dict.fromkeys(match[0] for match in self._overlapping(text)))
 
     def _next(self, text: str, start: int) -> re.Match[str] | None:
-        """Return the first control token from there on. `re` keeps the interpreter's lock: long texts are searched bit
-        by bit."""
+        """Return the first control token from `start` on. `re` holds the GIL, so long texts are searched in parts."""
         for at in range(start, len(text), _AT_ONCE):
             match = self._tokens.search(text, at, at + _AT_ONCE + self._longest)
             if match is not None and match.start() < at + _AT_ONCE:
@@ -166,8 +163,8 @@ class PromptGuard:
 
 
 def _longest_of(tokens: Sequence[str]) -> str:
-    """Return an expression of the longest of these texts at a place. However many begin alike, a text is compared with
-    all of them at once."""
+    """Return a regular expression for the longest of these texts at a place. Common beginnings are compared only
+    once."""
     same = commonprefix(tokens)  # noqa: RUF071 - of any texts, no paths
     rest = sorted({token[len(same) :] for token in tokens})
     branches = [_longest_of(list(group)) for _, group in groupby(filter(None, rest), key=itemgetter(0))]
@@ -203,8 +200,8 @@ class ChatTemplate:
 
     Args:
         special: bos_token, eos_token... -> their text.
-        tool_template: the template of conversations with tools, where it is another.
-        files: what refusals of the two begin with.
+        tool_template: the template of conversations with tools, if it differs.
+        files: the beginnings of error messages about the two templates.
 
     Raises:
         CorruptModel: a template is not valid Jinja.
@@ -219,7 +216,7 @@ class ChatTemplate:
     ) -> None:
         self.source, self.tool_source = template, template if tool_template is None else tool_template
         self._special = dict(special or {})
-        # Adapters' own tokenizers come and go.
+        # Weak, because adapters' own tokenizers come and go.
         self._guards = WeakKeyDictionary[Tokenizer, PromptGuard]()
         self._template, variables = _compiled(template, files[0])
         self._tool_template, more = self._template, frozenset[str]()
@@ -299,7 +296,7 @@ class ChatTemplate:
         roles = [message.get("role") for message in plain]
         end = guard.choose_mark((plain, kwargs, mark)) if continue_final_message else ""
         if end:
-            # The blank tells whether the template keeps white space at the end of a message.
+            # The space shows whether the template keeps white space at the end of a message.
             plain[-1]["content"] += end + " "
         guarded = [
             guard.mark_tokens(message, mark) | {"role": role} for message, role in zip(plain, roles, strict=True)
@@ -319,7 +316,7 @@ class ChatTemplate:
             raise InvalidRequest(str(e).replace("prompt", "messages", 1), param="messages") from None
 
     def control_tokens(self, text: str, tokenizer: Tokenizer) -> list[str]:
-        """Return the control tokens that a text spells; `encode` makes ordinary text of them."""
+        """Return the control tokens that a text contains; `encode` turns them into ordinary text."""
         return self._guard(tokenizer).control_tokens(text)
 
     def _guard(self, tokenizer: Tokenizer) -> PromptGuard:

@@ -20,7 +20,7 @@ class Detokenizer:
         self._stream = _stream(decoding if options.strip_start else replace(decoding, strip_start=False))
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain. Ids outside the vocabulary have none."""
+        """Add a token and return the text that is now certain. Ids outside the vocabulary have no text."""
         if token_id in self._skipped or (token := self._tokenizer.token(token_id)) is None:
             return ""
         return self._stream.push(token)
@@ -32,7 +32,7 @@ class Detokenizer:
     def num_owed(self, token_id: int) -> int:
         """Return how many characters of earlier tokens are still to be returned before those of the next token.
 
-        Where bytes turn out to be no text, it was too small for the tokens among them, and then grows.
+        If bytes turn out not to be text, earlier results were too small for the tokens among them, and it grows.
         """
         return self._stream.num_owed(None if token_id in self._skipped else self._tokenizer.token(token_id))
 
@@ -40,7 +40,7 @@ class Detokenizer:
 def token_id_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Return the bytes of a token, possibly part of a character; b"" outside the vocabulary.
 
-    Includes the blank that some tokenizers strip from the beginning of a text.
+    Includes the space that some tokenizers strip from the beginning of a text.
     """
     token = tokenizer.token(token_id)
     return b"" if token is None else token_bytes(token, tokenizer.decoding)
@@ -85,7 +85,7 @@ class _ByteLevelStream:
         unfinished, _ = self._utf8.getstate()
         if not unfinished or not token:
             return 0
-        # What does not continue the character leaves one U+FFFD of it.
+        # If the token does not continue the character, one U+FFFD is left of it.
         return 0 if _token_bytes(token)[0] & 0xC0 == 0x80 else 1
 
 
@@ -112,8 +112,8 @@ def _byte_alphabet() -> dict[str, int]:
 class _ByteFallbackStream:
     """Decode SentencePiece tokens, which are text, except that `<0xE2>` stands for a byte.
 
-    A run of bytes is returned when it ends: as text if the whole run is UTF-8, else as one U+FFFD per byte. The library
-    decodes in this way, so a run cannot be returned earlier.
+    A run of bytes is returned when it ends: as text if the whole run is UTF-8, otherwise as one U+FFFD per byte. The
+    library decodes in this way, so a run cannot be returned earlier.
     """
 
     def __init__(self, decoding: Decoding) -> None:
@@ -159,7 +159,7 @@ def _run_text(run: bytes) -> str:
 
 
 def _characters_before(run: bytes, more: bytes) -> str:
-    """Return the whole characters of a run of bytes that goes on with `more`, as long as it may become text."""
+    """Return the whole characters of a run of bytes that continues with `more`, as long as it may become text."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     try:
         text = utf8.decode(run)

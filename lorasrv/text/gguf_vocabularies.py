@@ -1,4 +1,4 @@
-"""Build tokenizers of vocabularies as GGUF metadata describes them, with the `tokenizers` library. Torch-free."""
+"""Build tokenizers from the vocabularies in GGUF metadata, with the `tokenizers` library. Torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from lorasrv.errors import CorruptModel, UnsupportedModel
 
 _SPACE = "▁"
-"""What SentencePiece writes for a blank."""
+"""SentencePiece's character for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class BpeVocabulary:
 
     @property
     def adds_bos(self) -> bool:
-        """Return whether a text begins with the bos token where the file does not say, as in llama.cpp."""
+        """Return whether a text begins with the bos token if the file does not say, as in llama.cpp."""
         return self.pre in _PRE_KINDS and _PRE_KINDS[self.pre].adds_bos
 
 
@@ -36,16 +36,16 @@ class SentencePieceVocabulary:
     """Hold a SentencePiece model of the BPE kind as GGUF metadata describes it."""
 
     tokens: tuple[str, ...]
-    # One a token; the neighbours whose union has the highest are joined first.
+    # One per token; the neighbours whose union has the highest score are joined first.
     scores: tuple[float, ...]
-    # Ids of pieces that neighbours may be joined to; not those of bytes and of control tokens.
+    # Ids of pieces to which neighbours may be joined, without bytes and control tokens.
     joined: tuple[int, ...]
     control: tuple[int, ...] = ()
     user_defined: tuple[int, ...] = ()
     unknown_id: int | None = None
-    # Ids of added tokens that take the white space behind them.
+    # Ids of added tokens that absorb the white space after them.
     stripping: tuple[int, ...] = ()
-    # Whether a text begins with a blank that it does not have.
+    # Whether a space is added at the beginning of a text.
     adds_space_prefix: bool = True
     adds_bos: bool = True
 
@@ -79,7 +79,7 @@ class _PreKind:
     pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
     normalizer: Callable[[], normalizers.Normalizer] | None = None
     ignore_merges: bool = False
-    # Whether a text begins with the bos token where the file does not say, as in llama.cpp.
+    # Whether a text begins with the bos token if the file does not say, as in llama.cpp.
     adds_bos: bool = False
 
 
@@ -128,7 +128,7 @@ def _byte_level_bpe(vocabulary: BpeVocabulary) -> Tokenizer:
 
 
 def _sentence_piece(vocabulary: SentencePieceVocabulary) -> Tokenizer:
-    """Build what converters of SentencePiece models to tokenizer.json build."""
+    """Build the tokenizer that converters of SentencePiece models to tokenizer.json build."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     unknown = None if vocabulary.unknown_id is None else vocabulary.tokens[vocabulary.unknown_id]
     if unknown is None and not all(f"<0x{byte:02X}>" in ids for byte in range(256)):
@@ -144,10 +144,10 @@ def _sentence_piece(vocabulary: SentencePieceVocabulary) -> Tokenizer:
 
 
 def _merges(vocabulary: SentencePieceVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that make a piece, those of the highest score first.
+    """Return the pairs of pieces that form a piece, highest score first.
 
-    SentencePiece joins any two neighbours that make a piece; the library wants the pairs. In this order of equal scores
-    published tokenizer.json files have them.
+    SentencePiece joins any two neighbours that form a piece; the library needs the list of pairs. Equal scores are in
+    the order of published tokenizer.json files.
     """
     found = [
         (vocabulary.scores[i], at, len(piece) - at, piece)
@@ -174,7 +174,7 @@ def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
 
 
 def _joins_tokens(merge: tuple[str, ...], ids: Mapping[str, int]) -> bool:
-    """Return whether a merge is two tokens that make a third."""
+    """Return whether a merge joins two tokens into a third."""
     return len(merge) == 2 and {*merge, "".join(merge)} <= ids.keys()
 
 

@@ -1,8 +1,8 @@
-"""Tokenizers of adapters that have tokens of their own: the base's, with more tokens behind its last one.
+"""Tokenizers of adapters with their own tokens: the base's tokenizer, with more tokens after its last one.
 
 A tokenizer.json is compared with the base's as JSON. It is never given to the tokenizers library, whose regular
-expressions and errors could cost this process its time, or its life: an adapter's tokenizer is the base's own, and the
-library adds the tokens to it.
+expressions and errors could stall or end this process. An adapter's tokenizer is the base's own, to which the library
+adds the tokens.
 """
 
 import json
@@ -23,10 +23,10 @@ from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.text.tokenizer import Tokenizer
 
 MAX_KNOWN_TOKENS = 1 << 18
-"""Most added tokens, the base's too, of the tokenizers that are kept: some 250 bytes each. An adapter without any
-counts as one."""
+"""Most added tokens, including the base's, of all kept tokenizers: some 250 bytes each. An adapter without any counts
+as one."""
 SPARE_BYTES = 1 << 20
-"""By how much a tokenizer.json may be longer than twice the base's."""
+"""Bytes by which a tokenizer.json may exceed twice the size of the base's."""
 _TEXT_ALONE = [{"Sequence": {"id": "A", "type_id": 0}}]
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -142,25 +142,26 @@ def _is_token(token: Any) -> bool:
 def _check_parts(
     own: Mapping[str, Any], theirs: Mapping[str, Any], all_special: frozenset[str], *, is_exact: bool
 ) -> None:
-    """Check that texts become the base's tokens in the base's way."""
+    """Check that texts are tokenized as with the base's tokenizer."""
     if _merges(own["model"]) != _merges(theirs["model"]):
         _refuse("has other merges than the base's")
     if not is_exact:
-        # A GGUF file names its pre-tokenizer, and what follows from it is written here in our own way.
+        # A GGUF file only names its pre-tokenizer; this project builds the parts itself, so they may be written
+        # differently.
         return
     if wrong := next((part for part in _PARTS if _plain(part, own.get(part)) != _plain(part, theirs.get(part))), None):
         _refuse(f"has another {wrong} than the base's")
     flags = {token["content"]: token for token in theirs["added_tokens"]}
     for token in own.get("added_tokens") or []:
         base = flags.get(token["content"])
-        # Named tokens are special whatever a file says.
+        # Named tokens are special, whatever the file says.
         given = token | ({"special": True} if token["content"] in all_special else {})
         if base is not None and any(given.get(name, base[name]) != base[name] for name in TOKEN_FLAGS):
             _refuse(f"finds the base's own token {show(token['content'])} in another way")
 
 
 def _merges(model: Mapping[str, Any]) -> Any:
-    """Return the merges, as pairs; older files have a text for each."""
+    """Return the merges as pairs; older files have one string for each."""
     merges = model.get("merges") or []
     if not isinstance(merges, list):
         return merges
@@ -174,7 +175,8 @@ def _plain(part: str, value: Any) -> Any:
 
 
 def _in_order(tokens: Sequence[Mapping[str, Any]], named: set[str], first: int) -> list[dict[str, Any]]:
-    """Return the new tokens, checked to be added ones that follow the base's last one without a gap."""
+    """Return the new tokens, after checking that they are added tokens that follow the base's last one without a
+    gap."""
     if len(tokens) != len(named):
         other = sorted(named - {token["content"] for token in tokens})
         _refuse(f"has tokens in its vocabulary that the base lacks, such as {show(other[0]) if other else 'one twice'}")

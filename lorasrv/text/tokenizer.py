@@ -46,13 +46,13 @@ class TokenizerSource:
     extra_special: tuple[str, ...] = ()
     # Text -> flags (lstrip, rstrip...) of special tokens that the vocabulary may lack.
     special_flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    # Whether a text begins with a blank, where tokenizer.json must agree; None: tokenizer.json alone says.
+    # Whether a space is added at the beginning of a text; tokenizer.json must agree. None: tokenizer.json decides.
     adds_prefix_space: bool | None = None
-    # Tokens that files beside tokenizer.json declare, or whose flags they change.
+    # Tokens that other files than tokenizer.json declare, or whose flags they change.
     added: tuple[AddedToken, ...] = ()
-    # What refusals begin with: the file, where it is not one of a folder, which they name themselves.
+    # The beginning of error messages: the file, unless it is in a folder, whose files the messages name themselves.
     file: str = ""
-    # The chat template of conversations with tools, where it is another.
+    # The chat template of conversations with tools, if it differs.
     tool_template: str | None = None
     # Files of the folder that have the chat templates.
     template_file: str = ""
@@ -69,7 +69,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Wrap a tokenizer with the ids that begin or end a text. What it says never changes, hence thread-safe."""
+    """Wrap a tokenizer with the ids that begin or end a text. Its results never change, so it is thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
         self._backend, self._source = backend, source
@@ -83,7 +83,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.decoding = _decoding(backend)
-        # Tokens below `_num_spelled` that were asked for: the library makes a string anew each time.
+        # Requested tokens below `_num_spelled`: the library would create a new string each time.
         self._spelled: dict[int, str] = {}
         self._num_spelled = self.vocab_size
 
@@ -105,10 +105,11 @@ class Tokenizer:
             return cls(_with_flags(backend, source.all_special), source)
 
     def extended(self, added: Sequence[AddedToken]) -> "Tokenizer":
-        """Return a tokenizer that has these tokens, too. Vocabulary and merges stay this one's: it takes no time.
+        """Return a tokenizer that also has these tokens. It shares vocabulary and merges with this one, so it takes no
+        time.
 
         Raises:
-            AdapterInvalid: they would not have the ids that they name.
+            AdapterInvalid: a token would not have the id that it names.
         """
         backend = _with_parts_of(self._backend)
         backend.add_tokens(list(map(_as_library, added)))
@@ -123,7 +124,7 @@ class Tokenizer:
         return own
 
     def described(self) -> dict[str, Any]:
-        """Return it as a tokenizer.json would, parsed."""
+        """Return the tokenizer as a parsed tokenizer.json."""
         described: dict[str, Any] = json.loads(self._backend.to_str())
         return described
 
@@ -133,11 +134,11 @@ class Tokenizer:
         return isinstance(self._source.vocabulary, TokenizerJson)
 
     def ids(self) -> dict[str, int]:
-        """Return the id of every token, as the vocabulary spells it."""
+        """Return the id of every token; tokens are as the vocabulary spells them."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def has_ids_of(self, other: "Tokenizer") -> bool:
-        """Return whether the same ids stand for the same tokens."""
+        """Return whether both tokenizers have the same ids for the same tokens."""
         return self.ids() == other.ids()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -149,14 +150,14 @@ class Tokenizer:
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens by its length alone; 0 if the tokenizer may drop part of the text."""
+        """Return a lower bound of a text's tokens from its length; 0 if the tokenizer may drop part of the text."""
         return -(-len(text) // longest) if (longest := self._longest_token) else 0
 
     @cached_property
     def _longest_token(self) -> int | None:
         """Return the most characters that one token can stand for (each at least one byte); None: no bound."""
         normalizer = self._backend.normalizer
-        # NFC joins up to four characters, and drops nothing.
+        # NFC joins up to four characters and drops none.
         kind = None if normalizer is None else json.loads(normalizer.__getstate__()).get("type")
         strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if strips or kind not in (None, "NFC"):
@@ -210,12 +211,12 @@ class Tokenizer:
 
 
 def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str = "prompt") -> None:
-    """Check texts by their length alone, before they are tokenized.
+    """Check texts by their length only, before they are tokenized.
 
     Raises:
         ContextLengthExceeded: no tokenization of them fits the context.
     """
-    # Most texts pass without a closer look.
+    # Most texts pass this quick check.
     if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
         return
     least = sum(map(tokenizer.least_tokens, texts))
@@ -231,9 +232,9 @@ class Decoding:
 
     # byte_level or byte_fallback.
     kind: str
-    # Character that stands for a blank (byte_fallback only).
+    # Character that stands for a space (byte_fallback only).
     space: str = ""
-    # Remove one blank from the beginning of the text.
+    # Whether one space is removed from the beginning of the text.
     strip_start: bool = False
 
 
@@ -271,12 +272,12 @@ def _as_library(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> tokenizers.Tokenizer:
-    """Add the tokens that files beside tokenizer.json declare, with their flags, and those that they name as special,
-    with new ids if the vocabulary lacks them, as transformers does.
+    """Add the tokens that other files than tokenizer.json declare, with their flags, and those that they name as
+    special. Tokens that the vocabulary lacks get new ids, as in transformers.
 
     Raises:
-        CorruptModel: a token would not have the id that it is declared with.
-        UnsupportedModel: the files differ in whether texts begin with a blank.
+        CorruptModel: a token would not have its declared id.
+        UnsupportedModel: the files differ in whether a space is added at the beginning of texts.
     """
     _check_prefix_space(backend, source)
     backend.add_tokens([_as_library(token) for token in sorted(source.added, key=lambda token: token.id)])
@@ -313,8 +314,8 @@ def _check_prefix_space(backend: tokenizers.Tokenizer, source: TokenizerSource) 
 
 
 def _with_flags(backend: tokenizers.Tokenizer, special: frozenset[str]) -> tokenizers.Tokenizer:
-    """Flag these added tokens as special: tokenizer.json may have them as ordinary ones, and the guard of messages
-    would let a text write them.
+    """Flag these added tokens as special. If tokenizer.json has them as ordinary tokens, the guard of messages would
+    let a text contain them.
     """
     ordinary = [token for token in backend.get_added_tokens_decoder().values() if not token.special]
     named = [token for token in ordinary if token.content in special]
@@ -329,7 +330,7 @@ def _parse(text: str) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the library raises bare Exception for any invalid file
         raise CorruptModel(f"tokenizer.json is not valid: {e}") from None
-    # Trainers leave theirs in the file.
+    # Trainers leave their truncation and padding in the file.
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -1,4 +1,5 @@
-"""Compile grammars to constraints: tried in the sandbox, compiled in a thread, shared while answers follow them."""
+"""Compile grammars to constraints: each is tried in the sandbox, compiled in a thread and shared while answers use
+it."""
 
 import asyncio
 import hashlib
@@ -19,20 +20,21 @@ from lorasrv.text.tokenizer import Tokenizer
 
 KEPT_VERDICTS = 4096
 KEPT_GRAMMARS = 2
-"""Of those that no answer follows any more; the largest that was found had grown to 390 MiB."""
+"""Number of compiled grammars kept that no answer uses any more; the largest known one grew to 390 MiB."""
 MAX_UNTRIED = 256
 MAX_TRIED = 8192
-"""Bounds on grammars that wait; one key has half. Requests that come at once with a known one all wait for it."""
+"""Most requests that wait for untried grammars, and for tried ones; one key may have half of each. All requests that
+arrive together with a tried grammar wait for it, so this bound is larger."""
 MAX_TRIES = 4
-"""Most extended tokenizers whose tokens are kept."""
+"""Most extended tokenizers whose tries are kept."""
 
 
 class GrammarCompiler:
     """Compile the grammars of a base, and of tokenizers that extend its own. Call from the event loop's thread;
     construction takes some 0.1 s.
 
-    What is kept of many grammars is whether they can be used. A compiled one, which grows as answers follow it, lives
-    as long as they do, or until others were asked for.
+    For many grammars, only the verdict whether they can be used is kept. A compiled grammar grows as answers use it; it
+    is kept as long as any does, or until other grammars replace it.
 
     Args:
         vocab_size: number of the model's logits.
@@ -46,9 +48,9 @@ class GrammarCompiler:
         self._tries: LRUCache[Tokenizer, llguidance.LLTokenizer] = LRUCache(MAX_TRIES)
         self._base = _trie(vocabulary, tokenizer) if self._ends else None
         self.examiner = GrammarSandbox(vocabulary.packed())
-        # By the text's digest: why it is refused, or None.
+        # By the grammar text's digest: why it is refused, or None.
         self._verdicts: LRUCache[bytes, str | None] = LRUCache(KEPT_VERDICTS)
-        # By the tokenizer, unless it is the base's.
+        # By (own tokenizer, None for the base's; text).
         self._in_use: WeakValueDictionary[tuple[Tokenizer | None, str], CompiledGrammar] = WeakValueDictionary()
         self._last: LRUCache[tuple[Tokenizer | None, str], CompiledGrammar] = LRUCache(KEPT_GRAMMARS)
         self._trying = FairLock("grammars to be tried", MAX_UNTRIED)
@@ -57,11 +59,11 @@ class GrammarCompiler:
     async def compile(
         self, grammar: Grammar, principal: str = ANONYMOUS, own: Tokenizer | None = None
     ) -> TokenConstraint:
-        """Compile a grammar unless answers follow it already. New ones are tried one at a time, and compiled one at a
-        time, with fair turns between keys: each may take half a second.
+        """Compile a grammar unless answers use it already. New grammars are tried and compiled one at a time, with fair
+        turns between keys: each may take half a second.
 
         Args:
-            own: the tokenizer of an adapter with tokens of its own, which may be part of texts that the grammar allows.
+            own: the tokenizer of an adapter with its own tokens, which may be part of texts that the grammar allows.
                 Special tokens that a grammar names are the base's.
 
         Raises:
@@ -79,7 +81,7 @@ class GrammarCompiler:
     def _shared(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
         shared = self._in_use.get((own, grammar.text))
         if shared is not None and own is not None:
-            # Those of tokenizers used last are kept.
+            # Mark it as used: the tries of the tokenizers used last are kept.
             self._tries.get(own)
         return shared
 
@@ -111,7 +113,7 @@ class GrammarCompiler:
             return compiled
 
     async def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
-        """Return the tokens of an extended tokenizer; one at a time, as grammars are compiled."""
+        """Return the trie of an extended tokenizer; built one at a time, like grammars."""
         known = self._tries.get(own)
         if known is None:
             known = self._tries[own] = await asyncio.to_thread(self._built, own)

@@ -1,7 +1,7 @@
 """Convert structured output options into one grammar text for llguidance, without compiling it.
 
-Refuses what can be decided from the text alone: size, depth, counted repetitions, schemas that no finite value
-satisfies. The rest is tested in a process that may be killed (`lorasrv.text.structured_output.sandbox`).
+This module checks everything that the text alone decides: size, depth, counted repetitions, schemas that no finite
+value satisfies. The rest is tested in a process that may be killed (`lorasrv.text.structured_output.sandbox`).
 """
 
 import json
@@ -17,13 +17,13 @@ MAX_TEXT_BYTES = 256 << 10
 MAX_DEPTH = 64
 MAX_TEXTS = 10_000
 WHITESPACE = r"( |\n[ \t]{0,20})"
-"""Optional white space between JSON tokens: a blank, or a new line and its indentation. Plain JSON would let a model
-write blank lines without end (llama.cpp's grammars have the same bound)."""
+"""Optional white space between JSON tokens: a space, or a new line and its indentation. Plain JSON would let a model
+write empty lines without end (llama.cpp's grammars have the same bound)."""
 _JSON_OPTIONS = {
     "whitespace_pattern": WHITESPACE,
     "lenient": False,
     "coerce_one_of": False,
-    # Without `\u`: a property of a name that is spelled otherwise would escape the schema of that name.
+    # Without `\u`: with it, a property name could be spelled differently and so escape its schema.
     "json_allowed_escapes": 'nrbtf\\"',
 }
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
@@ -38,7 +38,7 @@ class Grammar:
     text: str
     # The request field, for error messages.
     param: str
-    # The schema if the grammar is that of JSON alone, as `checked_schema` returns it.
+    # The schema as `checked_schema` returns it, if the grammar is only JSON.
     schema: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
@@ -72,7 +72,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
         raise InvalidRequest("{param}: no value satisfies the schema false", param=param)
     whole = {} if schema is True else dict(schema)
     _check_depth(whole, param)
-    # What follows looks at parts of it more than once.
+    # The checks below visit parts of it more than once.
     _check_size(json.dumps(whole), param)
     check_schema(whole, param)
     if not can_end(whole):
@@ -85,8 +85,8 @@ _APART, _MOST_APART = 2.0**-40, 2**31
 
 
 def _apart(bound: Any, sign: int) -> Any:
-    """Return an exclusive bound that is no integer in place of one that is: llguidance 1.9 lets an integer itself
-    through if the other bound has the same integer part."""
+    """Replace an integer exclusive bound by a non-integer one: llguidance 1.9 accepts the integer itself if the other
+    bound has the same integer part."""
     is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
     if not is_number or not float(bound).is_integer() or abs(bound) >= _MOST_APART:
         return bound
@@ -94,8 +94,8 @@ def _apart(bound: Any, sign: int) -> Any:
 
 
 def _without_annotations(schema: Any) -> Any:
-    """Remove what demands nothing from a schema of checked depth: formats that are not enforced, `uniqueItems: false`.
-    Literal data is left unchanged, and exclusive bounds become ones that are enforced."""
+    """Remove keywords without effect from a schema of checked depth: formats that are not enforced, `uniqueItems:
+    false`. Literal data is left unchanged; exclusive bounds are replaced by ones that llguidance enforces."""
     if isinstance(schema, list):
         return [_without_annotations(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Compile grammars with llguidance and present them to the engine as `TokenConstraint` and `ConstraintState`.
+"""Compile grammars with llguidance and provide them to the engine as `TokenConstraint` and `ConstraintState`.
 
 The vocabulary is built once from the tokenizer, byte for byte as `Detokenizer` writes tokens, and sent as bytes to the
 sandbox process, which has no tokenizer. Nothing here raises in the engine's thread: a matcher's failure is kept as
@@ -74,12 +74,12 @@ class Vocabulary:
 
 
 FORCED_BYTES = 256
-"""At most this much of a forced text is tokenized: drafts take less, and each mask tokenizes it again."""
+"""Most bytes of a forced text that are tokenized: drafts need less, and each mask tokenizes it again."""
 
 
 class _Wrapper:
-    """Implement llguidance's tokenizer interface, which tokenizes text that a grammar forces; of a long one the
-    beginning, from which each next step goes on.
+    """Implement llguidance's tokenizer interface, which tokenizes text that a grammar forces. Of a long text only the
+    beginning is tokenized; the next steps continue from there.
     """
 
     is_tokenizer_wrapper = True
@@ -99,7 +99,7 @@ class _Wrapper:
         wanted = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
         if len(wanted) <= FORCED_BYTES:
             return self._tokens_of(wanted)
-        # Between two characters; the last token may be the beginning of a longer one.
+        # Cut between two characters. The last token is dropped, as it may be the beginning of a longer one.
         end = next((at for at in range(FORCED_BYTES, FORCED_BYTES - 4, -1) if wanted[at] & 0xC0 != 0x80), FORCED_BYTES)
         return self._tokens_of(wanted[:end])[:-1]
 
@@ -137,9 +137,9 @@ _SAID = {
     "NoExtensionBias": "no text satisfies it",
     "oneOf constraints are not supported": "the parts of oneOf may overlap; use anyOf",
 }
-"""What llguidance's messages begin with, and what is said in their place."""
+"""Beginnings of llguidance's messages, and the messages in their place."""
 _CAUSE = re.compile(r"regex parse error:.*^error: ([^\n]*)", re.DOTALL | re.MULTILINE)
-"""It stands behind the whole expression, which may be long."""
+"""The cause; in the message it follows the whole expression, which may be long."""
 # Limits per step: a grammar that exceeds them fails its own request only. llguidance computes some 14,000 units of
 # lexer fuel or 20,000 items per millisecond, and takes 1 to 2 kB per lexer state.
 STEP_LEXER_FUEL = 100_000
@@ -167,28 +167,28 @@ def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.
 class CompiledGrammar:
     """Implement `TokenConstraint`.
 
-    Copies of a matcher share its lexer, which keeps what each of them has met. Once that is too much, none of them can
-    go on with it: each goes on in another lexer, from the place where its own tokens lead.
+    Copies of a matcher share its lexer, which stores the states of all of them. Once these are too many, no copy can
+    use it any more: each continues in another lexer, at the position of its own tokens.
 
     Args:
-        compile_: compiles the grammar, always alike.
+        compile_: compiles the grammar, always with the same result.
     """
 
     def __init__(self, compile_: Callable[[], llguidance.LLMatcher], vocab_size: int, ends: tuple[int, ...]) -> None:
         self.vocab_size, self.ends = vocab_size, ends
         self._compile = compile_
         self._matcher = compile_()
-        # All copies get its results.
+        # Computed once here: all copies share the results.
         self._matcher.compute_bitmask()
-        # Why nothing can follow it, or "".
+        # Why the grammar cannot be used, or "".
         self.error: str = self._matcher.get_error()
 
     def begin(self) -> "GrammarState":
         return GrammarState(self, self._matcher)
 
     def instead_of(self, failed: llguidance.LLMatcher) -> tuple[llguidance.LLMatcher, bool]:
-        """Return a matcher to copy in place of one whose lexer has failed, and whether it is new: others may have taken
-        it before.
+        """Return a matcher to copy in place of one whose lexer has failed, and whether it is new, not already used by
+        others.
         """
         if is_new := failed is self._matcher:
             self._matcher = self._compile()
@@ -198,11 +198,11 @@ class CompiledGrammar:
 class GrammarState:
     """Implement `ConstraintState`: the matcher of one answer and the buffer for its masks.
 
-    After a failure that does not depend on other answers, `error` says why; only the end is allowed then, and the
+    After a failure that does not depend on other answers, `error` says why. Only the end is allowed then, and the
     engine ends the request.
 
     Args:
-        source: what the matcher is a copy of.
+        source: the matcher to copy.
     """
 
     def __init__(self, grammar: CompiledGrammar, source: llguidance.LLMatcher) -> None:
@@ -246,7 +246,7 @@ class GrammarState:
         return not self._matcher.is_error()
 
     def _go_on(self, attempt: Callable[[], bool]) -> None:
-        """Attempt in another lexer what has failed; keep why it fails in a new one, too."""
+        """Repeat a failed attempt in another lexer; if it also fails in a new one, keep the reason."""
         is_new = False
         while not is_new:
             self._source, is_new = self._grammar.instead_of(self._source)

@@ -16,7 +16,8 @@ from lorasrv.errors import EngineOverloaded
 
 COMMAND = (sys.executable, "-P", "-m", "lorasrv.text.structured_output.sandbox_worker")
 WALL_SECONDS = 20.0
-"""Reached only when the machine is overloaded: the process's own limit is less than a second of CPU time."""
+"""Longest wait; reached only if the machine is overloaded: the process's own limit is less than a second of CPU
+time."""
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NO_START = "the grammar compiler does not start; this machine may be short of memory or CPU time"
 TOO_COSTLY = "compiling it exceeds the limits of time, memory or depth"
@@ -38,7 +39,7 @@ class GrammarSandbox:
         """Compile a grammar in the worker process; return why it cannot be used, or None.
 
         Raises:
-            EngineOverloaded: the process does not start, was ended from outside, or got no CPU time to answer in.
+            EngineOverloaded: the process does not start, was ended from outside, or got no CPU time for the answer.
         """
         process = await self._running()
         try:
@@ -72,7 +73,7 @@ class GrammarSandbox:
     async def _running(self) -> asyncio.subprocess.Process:
         starting, self._starting = self._starting, None
         if starting is not None:
-            # The last start failed for another request; the cause may be over.
+            # The last start failed for another request; the cause may be gone.
             with contextlib.suppress(EngineOverloaded):
                 self._process = await starting
         if self._process is None or self._process.returncode is not None:

@@ -22,9 +22,9 @@ _TOKEN = re.compile(
     | (?P<sign>[()|?*+:])""",
     re.VERBOSE,
 )
-"""Possessive where a part may be empty: two runs of blanks beside each other would be tried in all their divisions."""
+"""Possessive where a part may be empty: two adjacent runs of spaces would be tried in all divisions."""
 MAX_WORK = 500_000
-"""Tokens of rules to look at; a rule is looked at again each time a rule it names is found to end."""
+"""Most tokens of rules to visit; a rule is visited again each time a rule that it names is found to end."""
 MAX_GROUPS = 100
 """Depth of nested parentheses, bounded by Python's recursion limit."""
 Tokens = list[tuple[str, str]]
@@ -37,7 +37,7 @@ class _UnknownError(Exception):
 def lark_can_end(text: str) -> bool:
     """Return False only if the grammar certainly has no finite sentence.
 
-    Grammars with more than rules, groups and repetitions are assumed to end.
+    Grammars with other constructs than rules, groups and repetitions are assumed to end.
     """
     try:
         rules = _rules(_tokens(text))
@@ -193,7 +193,7 @@ class _Walk:
         return all(self.ends(part, inside) for part in self._needed[id(schema)])
 
     def _target(self, ref: str) -> Any:
-        # Others name a document elsewhere, or an anchor, which llguidance finds.
+        # Other references name another document, or an anchor, which llguidance resolves.
         if ref != "#" and not ref.startswith("#/"):
             return True
         found: Any = self._root
@@ -205,7 +205,7 @@ class _Walk:
 
 
 def pointer_names(ref: str) -> list[str]:
-    """Return the names that the JSON pointer behind a reference's `#` consists of; none of other references."""
+    """Return the names in the JSON pointer after a reference's `#`; none for other references."""
     names = unquote(ref.partition("#")[2]).split("/")[1:]
     return [name.replace("~1", "/").replace("~0", "~") for name in names]
 
@@ -229,7 +229,7 @@ def _needed(schema: Mapping[str, Any]) -> list[Any]:
 
 MAX_REPETITIONS = 100_000
 _MANY = 10**15
-"""Larger products are capped here: thousands of counts multiply to numbers too large to compute with or to print."""
+"""Cap of products: thousands of counts multiply to numbers too large to compute with or to print."""
 
 
 def repetitions(pattern: str) -> int:

@@ -1,4 +1,4 @@
-"""Refuse in a JSON schema what llguidance would enforce in part, or otherwise than the schema says."""
+"""Refuse keywords of a JSON schema that llguidance would enforce only in part, or differently from the schema."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,21 +10,21 @@ NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definiti
 """Keywords whose values are schemas by name."""
 ENFORCED_DATA = frozenset({"const", "enum"})
 DATA = ENFORCED_DATA | {"default", "examples", "example"}
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_IDS = 32
-"""Each is a place from which every reference may lead."""
+"""Most `$id`s: every reference may be relative to each of them."""
 MAX_NUMBER = 2**53
-"""llguidance computes with floats, which are exact up to here."""
+"""Largest number: llguidance computes with floats, which are exact up to here."""
 
 
 def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Check a schema of checked depth, with all that are in it.
+    """Check a schema of checked depth, with all schemas inside it.
 
     Raises:
-        InvalidRequest: a pattern is too large, a number is not exact in a float, more properties are wanted than are
-            named as required, too many parts have an `$id`, or a reference points into literal data, in which nothing
-            was checked.
+        InvalidRequest: a pattern is too large, a number is not exact in a float, more properties are demanded than are
+            named as required, too many parts have an `$id`, or a reference points into literal data, which is not
+            checked.
     """
     bases = [schema, *(part for part in _schemas(schema) if "$id" in part)]
     if (num_ids := len(bases) - 1) > MAX_IDS:
@@ -52,10 +52,10 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
 
 
 def check_repetitions(pattern: str, param: str) -> None:
-    """Check that a regular expression has not too many characters, each as often as it is repeated.
+    """Check that a regular expression does not have too many characters, each counted as often as it is repeated.
 
     Raises:
-        InvalidRequest: it has.
+        InvalidRequest: it has too many.
     """
     if (count := repetitions(pattern)) > MAX_REPETITIONS:
         raise InvalidRequest(
@@ -66,7 +66,7 @@ def check_repetitions(pattern: str, param: str) -> None:
 
 
 def _check_min_properties(schema: Mapping[str, Any], param: str) -> None:
-    """Refuse what several values of one name would satisfy, which are one property."""
+    """Refuse a `minProperties` that repeated values of one name would satisfy, although they are one property."""
     least, required = schema.get("minProperties"), schema.get("required")
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     if isinstance(least, int | float) and least > len(names):
@@ -92,7 +92,7 @@ def _is_in_data(base: Any, ref: str) -> bool:
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and the schemas inside it, without looking into literal data."""
+    """Yield a schema and the schemas inside it, except those in literal data."""
     todo = [schema]
     while todo:
         item = todo.pop()

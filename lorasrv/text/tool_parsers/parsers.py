@@ -1,8 +1,8 @@
 """Read tool calls out of a streamed answer, one reader per family of formats.
 
 Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, its later models with one or more
-`[TOOL_CALLS]NAME[ARGS]{...}`, with `[CALL_ID]ID` behind the name in some. Llama's whole answer is
-`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` in front. Hermes and Qwen put each call between
+`[TOOL_CALLS]NAME[ARGS]{...}`, some with `[CALL_ID]ID` after the name. Llama's whole answer is
+`{"name": ..., "parameters": {...}}`, optionally preceded by `<|python_tag|>`. Hermes and Qwen put each call between
 tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
@@ -46,7 +46,7 @@ class MistralReader:
         return [text] if text else []
 
     def _calls(self, text: str) -> list[ToolCall | None]:
-        """Parse calls from the marker on; None stands for what is none."""
+        """Parse calls from the marker on; None stands for text that is not a call."""
         values = parse_json(text.removeprefix(MISTRAL_MARKER))
         return [self._call(value) for value in values] if isinstance(values, list) else []
 
@@ -55,7 +55,7 @@ class MistralReader:
 
 
 class MistralNamesReader(MistralReader):
-    """Read calls whose names stand before their arguments."""
+    """Read calls whose names precede their arguments."""
 
     def _calls(self, text: str) -> list[ToolCall | None]:
         calls, decoder, end = list[ToolCall | None](), json.JSONDecoder(parse_constant=refuse_constant), 0
@@ -124,22 +124,20 @@ class LlamaReader:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SIGNS = re.compile(rf'"|{CLOSE}|\\(?!{CLOSE}).', re.DOTALL)
-"""What tells whether a closing tag stands in a string of JSON: quotes, closing tags, escapes."""
+"""Quotes, closing tags and escapes, which show whether a closing tag is inside a JSON string."""
 
 
 class _Inside:
-    """Collect the text behind an opening tag, and find its end; each character is looked at once."""
+    """Collect the text after an opening tag, and find its end; each character is visited once."""
 
     def __init__(self) -> None:
         self.text = ""
         self._looked_at, self._is_string = 0, False
 
     def find_end(self, text: str) -> int:
-        """Add text, and return where the first closing tag is that stands in no string of the JSON before it; -1
-        without one.
-        """
+        """Add text, and return the position of the first closing tag outside the JSON's strings; -1 without one."""
         self.text += text
-        # Further on, a closing tag may still be incomplete.
+        # Beyond this, a closing tag may still be incomplete.
         certain = len(self.text) - len(CLOSE)
         for sign in _SIGNS.finditer(self.text, self._looked_at):
             if sign[0] == CLOSE:
@@ -155,9 +153,7 @@ class _Inside:
 
 
 class _Ends:
-    """Find closing tags in what is left of an answer, by whether the number of quotes in front of them is even or
-    odd.
-    """
+    """Find closing tags in the rest of an answer, by whether the number of quotes before them is even or odd."""
 
     def __init__(self, text: str) -> None:
         self._quotes: list[int] = []
@@ -169,8 +165,8 @@ class _Ends:
                 self._tags[len(self._quotes) % 2].append(sign.start())
 
     def find(self, begin: int) -> int:
-        """Return where the first closing tag is that stands in no string of JSON that begins at `begin`; else the first
-        one; -1 if there is none.
+        """Return the position of the first closing tag outside the strings of the JSON that begins at `begin`, or else
+        of the first closing tag; -1 if there is none.
         """
         num_before = bisect_left(self._quotes, begin)
         for tags in (self._tags[num_before % 2], self._tags[1 - num_before % 2]):
@@ -222,8 +218,8 @@ class TaggedReader:
         return parts if self._has_called and not text.strip() else [*parts, *self._text(text)]
 
     def _read_whole(self, text: str) -> list[Part]:
-        """Return what stands behind an opening tag, up to the end of the answer: where every closing tag seems to stand
-        in a string, the first one ends it.
+        """Return the parts after an opening tag, up to the end of the answer. If every closing tag seems to be inside a
+        string, the first one ends the call.
         """
         ends, parts, begin = _Ends(text), list[Part](), 0
         while True:
@@ -238,18 +234,18 @@ class TaggedReader:
             begin = opening + len(OPEN)
 
     def _ended(self, inside: str, close: str) -> list[Part]:
-        """Return the content of a tag, behind the white space in front of it if it is no call."""
+        """Return the content of a tag; if it is not a call, preceded by the white space before it."""
         before, self._outside = self._outside, ""
         call = read_call(parse_json(inside.strip()), self._names, ("arguments", "parameters"))
         return self._text(before + OPEN + inside + close) if call is None else self._called(call)
 
     def _said_all_but_tag(self, text: str) -> list[Part]:
-        """Return text outside of tags, but for what may be the beginning of one at its end."""
+        """Return text outside of tags, except a possible beginning of a tag at its end."""
         at = len(text) - possible_beginning(text, OPEN)
         return self._said(text[:at], text[at:])
 
     def _said(self, text: str, held: str) -> list[Part]:
-        """Return text outside of tags, but for white space at its end, which is held back with what follows."""
+        """Return text outside of tags, except white space at its end, which is held back with `held`."""
         certain = text.rstrip()
         self._outside = text[len(certain) :] + held
         return self._text(certain)
