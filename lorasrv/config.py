@@ -1,4 +1,4 @@
-"""Engine configuration: frozen dataclasses with units in the names. Flags and environment are `api`'s."""
+"""Engine configuration: frozen dataclasses with units in the names. `api` handles flags and environment."""
 
 import math
 import os
@@ -25,13 +25,13 @@ class Limits:
     Args:
         max_running: running requests; further ones wait.
         max_queued: waiting requests; further ones are refused.
-        tokens_per_s: prompt and generated tokens computed in a second, on average.
+        tokens_per_s: prompt and generated tokens computed per second, on average.
         resident_bytes: bytes of the pool for the adapter and for the keys and values that its requests may come to
             need.
-        weight: share of the service, no bound: weight 2 gets twice the service of weight 1 while both have requests
+        weight: share of the service, not a bound: weight 2 gets twice the service of weight 1 while both have requests
             waiting.
     Raises:
-        InvalidLimits: a value is not positive; names it.
+        InvalidLimits: a value is not positive; the message names it.
     """
 
     max_running: int | None = None
@@ -53,11 +53,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LimitShare:
-    """Bound what this engine may use of the limits of an adapter that several servers answer for; None: all of it.
+    """Bound this engine's part of the limits of an adapter that several servers serve; None: all of a limit.
 
     Args:
         max_running: running requests; with 0 none begins.
-        tokens_per_s: tokens computed in a second; 0 takes the rate away once nothing runs and nothing is owed.
+        tokens_per_s: tokens computed per second; 0 removes the rate once no request runs and no tokens are owed.
     """
 
     max_running: int | None = None
@@ -69,7 +69,7 @@ class LimitShare:
         return self.max_running == 0
 
     def union(self, other: "LimitShare") -> "LimitShare":
-        """Return the least share that allows all that one of both does."""
+        """Return the smallest share that allows everything that either share allows."""
         return LimitShare(
             _larger(self.max_running, other.max_running),
             _larger(self.tokens_per_s, other.tokens_per_s),
@@ -97,17 +97,17 @@ POLICIES = ("fair", "fcfs", "mlfq", "sjf")
 PAGE_SIZE_TOKENS = 16
 MIN_MODEL_LEN = 2
 POOL_FRACTION = 0.25
-"""Share of free host memory that a pool without `pool_bytes` takes."""
+"""Share of free host memory for a pool without `pool_bytes`."""
 CUDA_POOL_FRACTION = 0.85
-"""Share of a CUDA device's free memory that such a pool takes once the weights are loaded."""
+"""Share of a CUDA device's free memory for such a pool, after the weights are loaded."""
 
 
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 2048
-"""Defaults of a server on a GPU, which a step of a few hundred tokens leaves idle. NOT MEASURED."""
+"""Default on a GPU, which a step of a few hundred tokens would not keep busy. NOT MEASURED."""
 GPU_HOST_CACHE_FRACTION = 1 / 8
 GPU_SWAP_FRACTION = 0.03
-"""Shares of free host memory that are its defaults: an adapter of an 8B model has 80 MB, and so have 600 tokens."""
+"""Defaults on a GPU as shares of free host memory: an adapter of an 8B model takes 80 MB, and so do 600 tokens."""
 
 
 def size(num_bytes: int) -> str:
@@ -133,16 +133,16 @@ class ModelOptions:
     model: str = BUILTIN_MODEL
     # "auto" keeps quantized files exactly, and quantizes others to int8.
     quantization: str = "auto"
-    # None takes the format's own.
+    # None takes the format's default.
     quantization_group: int | None = None
-    # Of adapters, of the base if it is not quantized, and on CUDA of activations.
+    # Dtype of adapters, of a base that is not quantized, and of activations on CUDA.
     dtype: str = "bfloat16"
     device: str = "auto"
     kernels: str = "auto"
     max_model_len: int | None = None
     # "dummy" fills weights with random numbers.
     load_format: str = "auto"
-    # Linears as `lorasrv quantize` has rounded them.
+    # File of linears that `lorasrv quantize` has rounded.
     quantized_weights: Path | None = None
     # "auto" adds a bf16 copy of linears for large steps on CPUs where that is much faster, if memory suffices. Results
     # then depend in the last bits on the size of the batch.
@@ -164,18 +164,18 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """Size the pool that the KV cache and adapters share, and the host memory beside it."""
+    """Set the sizes of the pool that the KV cache and adapters share, and of other host memory."""
 
     # None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`).
     pool_bytes: int | None = None
-    # Share of all memory that base, pool and steps may fill together, in place of `pool_bytes`.
+    # Share of all memory that base, pool and steps may take together, in place of `pool_bytes`.
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
     swap_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
-    # Of fixed prompts on the disk, with the adapters.
+    # Bytes on the disk for snapshots of fixed prompts, beside the adapters.
     snapshot_bytes: int = 1 << 30
     # Splits the pool permanently, as other servers do; None shares all of it.
     adapter_pool_fraction: float | None = None
@@ -212,8 +212,8 @@ class SchedulerOptions:
         queue_timeout_s: longest wait for the first step; None sets no bound.
         load_timeout_s: longest time for reading an adapter from disk; None sets no bound.
         early_abort: refuse requests that are predicted to miss their deadline.
-        adapter_limits: of every adapter without its own.
-        key_limits: of every key.
+        adapter_limits: limits of every adapter without its own.
+        key_limits: limits of every key.
     """
 
     max_num_seqs: int = 64
@@ -261,20 +261,21 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Choose how answers are drafted. No option changes an answer.
+    """Choose how answers are drafted. No option changes an answer, except `accept="rejection"`, which changes the
+    answers of requests without a seed but not their distribution.
 
     Args:
         speculation: "auto" drafts where that is faster.
-        drafters: of `DRAFTERS`, those that are asked.
+        drafters: the drafters in use, out of `DRAFTERS`.
         corpus_bytes: memory for past answers, from which `corpus` drafts.
-        draft_model: base of the same vocabulary, from which `model` drafts; as `ModelOptions.model`.
-        accept: how draft tokens are accepted; "rejection" only of requests without a seed.
+        draft_model: base with the same vocabulary, with which `model` drafts; as `ModelOptions.model`.
+        accept: how draft tokens are accepted; "rejection" applies only to requests without a seed.
         draft_trees: whether drafts of several drafters are verified together, as a tree.
         draft_layers: number of the served base's layers with which `layers` drafts; None: it does not.
-        draft_heads: file or folder of the base's Medusa heads, from which `medusa` drafts; adapters may have their own.
+        draft_heads: file or folder of the base's Medusa heads, with which `medusa` drafts; adapters may have their own.
         draft_head_bytes: memory for the heads of adapters.
-        lookahead: "WxN", the window from which `lookahead` drafts: places that are guessed at once, and tokens of an
-            n-gram, the one before a draft included; None: it does not.
+        lookahead: "WxN", the window with which `lookahead` drafts: places guessed at once, and tokens of an n-gram,
+            including the one before a draft; None: it does not.
     """
 
     speculation: str = "auto"
@@ -319,7 +320,7 @@ class SpeculationOptions:
         """Return the places and the length of n-grams.
 
         Raises:
-            ConfigError: they are not written so.
+            ConfigError: the option is not of the form "WxN".
         """
         places, _, length = (self.lookahead or "").partition("x")
         if not (places.isdecimal() and length.isdecimal()):
@@ -329,7 +330,7 @@ class SpeculationOptions:
         return int(places), int(length)
 
     def uses(self, drafter: str) -> bool:
-        """Return whether a drafter may be asked."""
+        """Return whether a drafter is in use."""
         return self.speculation != "off" and drafter in self.drafters
 
 
@@ -342,10 +343,10 @@ class PartitionOptions:
 
     Args:
         partition: ranks, joined by & for columns and ; for stages; None takes the counts below.
-        tp: columns; parts of the outputs of every linear.
-        pp: stages; layers one after another.
-        cp: parts of the rows of a step, in place of the other two.
-        tp_exchange: what ranks side by side bring together: "columns", or "sums", which are fewer.
+        tp: number of columns: parts of the outputs of every linear.
+        pp: number of stages: consecutive layers.
+        cp: number of parts of the rows of a step, in place of the other two.
+        tp_exchange: what the ranks of a stage exchange: "columns", or "sums", which are fewer.
     """
 
     partition: str | None = None
@@ -370,7 +371,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
-    # Options of requests that ask for a watermark.
+    # Watermark of requests that ask for one.
     watermark: Watermark = field(default_factory=Watermark)
 
 

@@ -1,4 +1,4 @@
-"""Define the engine's errors, for callers to tell apart.
+"""Define the engine's errors.
 
     LorasrvError
     ├── InvalidRequest (ValueError)        a field of the request is malformed or out of range; names the field
@@ -35,7 +35,8 @@
     └── EngineDead (RuntimeError)          the engine thread has ended; no request will be answered
         └── ServerStopping                 the server was told to stop before the request was done
 
-`adapter_store.errors` has its own root, as that package cannot import this one. A test gives each class an HTTP status.
+`adapter_store.errors` has its own root, as that package cannot import this one. A test checks that each class has an
+HTTP status.
 """
 
 import re
@@ -52,8 +53,8 @@ class InvalidRequest(LorasrvError, ValueError):
     """A field of the request is malformed or out of range.
 
     Args:
-        message: what is wrong and how to mend it; `{param}` in it stands for the field's name.
-        param: the field, by the engine's name for it, or None.
+        message: what is wrong and how to fix it; `{param}` in it stands for the field's name.
+        param: the engine's name of the field, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -62,8 +63,8 @@ class InvalidRequest(LorasrvError, ValueError):
         self._message = message
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the same error in the words of a protocol that has other names for some fields. A part of such a
-        field, as `messages[0].role`, gets the name of the whole.
+        """Return the same error for a protocol that has other names for some fields. A part of such a field, such as
+        `messages[0].role`, gets the name of the whole field.
         """
         whole = (self.param or "").partition("[")[0]
         return type(self)(self._message, param=names.get(whole, self.param))
@@ -126,17 +127,16 @@ class AdapterLoadFailed(LorasrvError):
 
 
 class AdapterLoadTimeout(AdapterLoadFailed):
-    """Report an adapter that the disk, or the registry, did not return in time, or that was not read as it hangs."""
+    """Report an adapter that the disk or the registry did not return in time, or that was not read because the disk or
+    registry hangs."""
 
 
 class AdapterDeleted(LorasrvError):
-    """Report that the adapter was deleted, without waiting, while the request used it. Partial output is not an
-    answer.
-    """
+    """Report that the adapter was deleted by force while the request used it. Partial output is not an answer."""
 
 
 class AdapterCold(RetryLater):
-    """Report an adapter that is not resident, to a request that would not wait. Loading has started; retry in
+    """Report that the adapter is not resident and the request does not wait. Loading has started; retry in
     `retry_after_s`.
     """
 
@@ -146,13 +146,14 @@ class LimitExceeded(RetryLater):
 
 
 class ReplicaLost(LorasrvError):
-    """Report an answer whose replica is gone, and that no other replica could begin or go on with. Partial output is
-    not an answer.
+    """Report that the replica of an answer is gone and that no other could begin or continue it. Partial output is not
+    an answer.
     """
 
 
 class RequestTimeout(LorasrvError):
-    """Report a request that was not done in the time that it or the server allows. Partial output is not an answer."""
+    """Report a request that was not finished within its own or the server's time limit. Partial output is not an
+    answer."""
 
 
 class DeadlineUnreachable(RetryLater):
@@ -160,11 +161,11 @@ class DeadlineUnreachable(RetryLater):
 
 
 class EngineOverloaded(RetryLater):
-    """The queue has no place for the request now."""
+    """Report that the queue has no place for the request now."""
 
 
 class NoReplicaReady(RetryLater):
-    """No replica can take the request now. Has the number of those that are known."""
+    """Report that no replica can take the request now. Has the number of known replicas."""
 
 
 class NoEngine(LorasrvError):
@@ -180,14 +181,14 @@ class PagesDiffer(LorasrvError):
 
 
 class LeaseEnded(LorasrvError):
-    """Report that pages are not held for a peer any more."""
+    """Report that pages are no longer held for a peer."""
 
 
 class PeerFailed(Exception):
-    """Report that a peer gave no page.
+    """Report that a peer returned no page.
 
     Args:
-        reason: a word, for counting.
+        reason: one word, for the counters.
     """
 
     def __init__(self, reason: str, why: str) -> None:
@@ -204,7 +205,7 @@ class VerificationBusy(RetryLater):
 
 
 class VerificationFailed(LorasrvError):
-    """Report a verification that ended without a verdict. Says why; contains no path."""
+    """Report a verification that ended without a verdict. The message says why, and contains no path."""
 
 
 class EngineDead(LorasrvError, RuntimeError):
@@ -212,12 +213,11 @@ class EngineDead(LorasrvError, RuntimeError):
 
 
 class StepFailed(LorasrvError):
-    """Report an internal failure that affects this request and not others. The log has the cause."""
+    """Report an internal failure that affects only this request. The log has the cause."""
 
 
 class OutOfMemory(LorasrvError):
-    """Report a request that does not fit into the machine's free memory, not even alone, or whose adapter does not;
-    retry later."""
+    """Report that the request, even alone, or its adapter does not fit into the machine's free memory; retry later."""
 
     retry_after_s = 10.0
 
@@ -240,13 +240,13 @@ def name_of(kind: type[BaseException]) -> str:
 
 
 def to_install(extra: str) -> str:
-    """Return how to install the packages of an extra (pyproject.toml), for messages: no index has lorasrv."""
+    """Return how to install the packages of an extra (pyproject.toml), for messages; lorasrv is in no package index."""
     return f"pip install -e '.[{extra}]' in lorasrv's checkout"
 
 
 @contextmanager
 def naming_file(file: str) -> Iterator[None]:
-    """Begin refusals of a model with the name of its file; "" adds nothing."""
+    """Prefix error messages about a model with the name of its file; "" adds nothing."""
     try:
         yield
     except (CorruptModel, UnsupportedModel) as error:

@@ -12,13 +12,12 @@ from lorasrv.errors import EngineOverloaded
 
 
 def most_of(bound: int, principal: str) -> int:
-    """Return how much of a bound one key may have: half of it, or all of it without keys."""
+    """Return how much of a bound one key may use: half of it, or all of it without keys."""
     return bound if principal == ANONYMOUS else max(1, bound // 2)
 
 
 class FairLock:
-    """Lock with a queue per key: a key's waiters keep their order, and a key that has had a turn goes behind all
-    others.
+    """Lock with a queue per key: a key's waiters keep their order, and after its turn a key goes to the end.
 
     Args:
         what: plural noun for what waits, for messages.
@@ -80,7 +79,7 @@ class FairLock:
             if queue:
                 self._waiting[principal] = queue
             if not turn.done():
-                # Taken here, so that no newcomer takes it before the waiter's task runs.
+                # Set here, so that no newcomer takes the lock before the waiter's task runs.
                 self._is_taken = True
                 turn.set_result(None)
                 return

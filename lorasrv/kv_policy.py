@@ -1,8 +1,9 @@
-"""Define which keys and values of a request's own text its tokens see. Torch-free; docs/kv-policy.md explains it.
+"""Define to which keys and values of its own text a request's tokens attend (*see*). Torch-free; docs/kv-policy.md
+explains it.
 
-Without a policy every token sees all before it. What a policy drops is whole pages of the request's table, in every
-layer; tokens keep their positions. Which keys a token sees depends on the request alone: not on how its tokens are cut
-into steps, nor on others.
+Without a policy every token sees all tokens before it. A policy drops whole pages of the request's table, in every
+layer; tokens keep their positions. Which keys a token sees depends only on the request, not on how its tokens are split
+into steps, and not on other requests.
 """
 
 from abc import ABC, abstractmethod
@@ -13,26 +14,26 @@ from typing import ClassVar, Self
 from lorasrv.errors import InvalidRequest
 
 HOLE = -1
-"""Stands in a page table for a page that was dropped."""
+"""Entry of a page table in place of a dropped page."""
 MIN_RECENT_PAGES = 4
 DEFAULT_SINK, DEFAULT_RECENT, DEFAULT_EVERY = 16, 128, 256
 OBSERVED_ROWS = 32
-"""Last rows before a selection whose attention decides it."""
+"""Number of last rows before a selection whose attention decides it."""
 MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPolicy(ABC):
-    """Say which pages the tokens of a request see; sizes are in tokens.
+    """Determine which pages the tokens of a request see; sizes are in tokens.
 
     Raises:
-        InvalidRequest: a size is out of range; names the field.
+        InvalidRequest: a size is out of range; the message names the field.
     """
 
     kind: ClassVar[str]
     sizes: ClassVar[tuple[str, ...]]
     """Names of the fields that a client sets."""
-    # First tokens that all others see, and tokens before it that each one sees.
+    # First tokens, which all others see; and the number of tokens before itself that each token sees.
     sink: int = DEFAULT_SINK
     recent: int = DEFAULT_RECENT
     # Tokens of a page, and of the largest step; filled in at admission.
@@ -46,7 +47,7 @@ class KvPolicy(ABC):
                 raise self._wrong(field.name, f"must be between 1 and {MAX_TOKENS} tokens, not {size}")
 
     def placed(self, page_size: int, step_tokens: int) -> Self:
-        """Return the policy with sizes of whole pages: the next larger ones, at most the largest that a size can have.
+        """Return the policy with sizes rounded up to whole pages, within the largest possible size.
 
         Raises:
             InvalidRequest: it keeps too little.
@@ -72,27 +73,26 @@ class KvPolicy(ABC):
     @property
     @abstractmethod
     def num_full_rows(self) -> int:
-        """Return how many first tokens see all before them, unless pages are selected."""
+        """Return how many first tokens see all tokens before them, unless pages are selected."""
 
     @abstractmethod
     def hole(self, position: int) -> range:
-        """Return the places in the table of the pages that no token from `position` on sees, whatever was selected."""
+        """Return the table places of the pages that no token from `position` on sees, whatever was selected."""
 
     @abstractmethod
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges into which positions `start .. end - 1` of a step fall, so that all of one see the same
-        pages."""
+        """Split positions `start .. end - 1` of a step into ranges whose positions all see the same pages."""
 
     @abstractmethod
     def most_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Return the tokens for which a request of `num_tokens` tokens holds pages at a time, at most."""
+        """Return for how many tokens a request of `num_tokens` tokens holds pages at a time, at most."""
 
     @abstractmethod
     def salt(self, place: int) -> bytes:
-        """Return the salt of the page at `place` of a table; empty if its tokens see all before them."""
+        """Return the salt of the page at `place` of a table; empty if its tokens see all tokens before them."""
 
     def next_check(self, num_prompt_tokens: int, num_computed: int) -> int:
-        """Return how many tokens are computed when pages are selected next; until then no others are."""
+        """Return after how many computed tokens pages are selected next; no step computes beyond that before."""
         return MAX_TOKENS
 
     def num_reusable(self, num_prompt_tokens: int) -> int:
@@ -100,15 +100,15 @@ class KvPolicy(ABC):
         return MAX_TOKENS
 
     def num_observed(self, num_prompt_tokens: int, start: int, end: int, num_holes: int) -> int:
-        """Return how many last ones of positions `start .. end - 1` are to be observed for a selection."""
+        """Return how many of the last positions in `start .. end - 1` must be observed for a selection."""
         return 0
 
     def select(self, masses: Sequence[float], num_computed: int, holes: Collection[int]) -> list[int]:
         """Return the places of the pages to drop when `num_computed` tokens are computed.
 
         Args:
-            masses: attention that each place's page has got.
-            holes: places that have no page.
+            masses: attention paid to the page of each place.
+            holes: places without a page.
         """
         return []
 
@@ -143,7 +143,7 @@ class WindowPolicy(KvPolicy):
             start = following
 
     def most_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        # Those that are seen, of the step to come, and of one in flight.
+        # The tokens that are seen, those of the next step, and those of a step in flight.
         return min(num_tokens, self.sink + self.recent + 2 * self.step_tokens + 2 * self.page_size)
 
     def salt(self, place: int) -> bytes:

@@ -38,13 +38,13 @@ from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_loader import InlineLoader
 
 MAX_SLEEP_S = 0.05
-"""Longest sleep. Steps do the loads themselves, so a step without progress only waits for a rate or a time."""
+"""Longest sleep. Steps load adapters themselves, so a step without progress only waits for a rate or a time."""
 
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Have Ctrl-C raise where the engine's accounts are whole: in the function that is yielded, or at the end of the
-    block. A second one raises at once. In other threads than the main one, no signal comes.
+    """Delay Ctrl-C until the engine's accounts are consistent: it raises in the yielded function, or at the end of the
+    block. A second Ctrl-C raises at once. Only the main thread gets signals.
     """
     came = False
 
@@ -97,7 +97,7 @@ class _Answer:
 
 
 _Named = tuple[AdapterRef | None, Composition]
-"""The version that was named first, and what answers."""
+"""(version that was named first, composition that answers)."""
 
 
 class LLM:
@@ -131,7 +131,7 @@ class LLM:
         self.engine = EngineCore(built.parts, loader)
         self.input_processor = built.input_processor
         self._numbers = itertools.count()
-        # Calls of several threads take turns: each would take the other's outputs.
+        # Calls of several threads take turns; otherwise each could take the other's outputs.
         self._running = threading.Lock()
 
     def add_adapter(
@@ -147,11 +147,11 @@ class LLM:
 
         Args:
             allow_partial: accept a config that names more modules than there are tensors for.
-            stored: the form to keep it in; "int8" takes half the memory and changes it by about 0.7 %.
+            stored: the form in memory; "int8" takes half the memory and changes the adapter by about 0.7 %.
             allow_drift: accept int8 however much it changes the adapter.
 
         Raises:
-            AdapterInvalid: the adapter cannot be served; lists every problem found.
+            AdapterInvalid: the adapter cannot be served; the error lists every problem found.
         """
         with open_adapter_dir(Path(directory)) as found:
             peft = with_own_tokens(found, lambda: self.tokenizer)
@@ -178,18 +178,18 @@ class LLM:
 
         Args:
             prompts: texts or token ids.
-            sampling: one for all, or one a prompt.
-            adapter_ids: a reference for each prompt, or a sum of some (`mia+0.5*style`); None for the base.
+            sampling: one for all prompts, or one for each.
+            adapter_ids: a reference or a sum (`mia+0.5*style`) for each prompt; None for the base.
             kv_policy: which keys and values the tokens of each request see; None: all before them.
-            ignore_defaults: answer versions that have defaults (personas) by their weights alone, or by the base if
-                they have none; otherwise they are refused, as only the server applies defaults.
+            ignore_defaults: use only the weights of versions with defaults (personas), or the base if they have none.
+                Otherwise such versions are refused, because only the server applies defaults.
 
         Raises:
-            InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed, OutOfMemory: nothing is
-                answered in part.
-            RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
-            EngineDead, DeviceLost: no step can be computed any more, as a process of the partition has ended or does
-                not answer, or the device is broken; load the model again.
+            InvalidRequest, NotComposable, PoisonRequest, AdapterNotFound, AdapterLoadFailed, OutOfMemory: there are no
+                partial results.
+            RequestTimeout, LimitExceeded: a queue timeout or limit of the configuration was reached.
+            EngineDead, DeviceLost: no step can be computed any more: a process of the partition has ended or does not
+                answer, or the device is broken. Load the model again.
         """
         _check_several(prompts)
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -211,10 +211,10 @@ class LLM:
                 # The last request may have been refused before any step.
                 self._step(answers)
             finally:
-                # After an interrupt, no request may be left for the next call.
+                # After an interrupt, no request may remain for the next call.
                 for message in messages:
                     self.engine.abort(message.request_id)
-                # Only a server's ledger keeps what each adapter cost: it would grow with every adapter.
+                # Discard the usage, which only a server's ledger takes: it would grow with every adapter.
                 self.engine.step_stats.take()
         return [answers[m.request_id].completion() for m in messages]
 
@@ -322,7 +322,7 @@ class LLM:
 
 
 def _checked(prompt: str | Sequence[int]) -> str | tuple[int, ...]:
-    """Return a text, or token ids of any type of integers, as numpy's.
+    """Return a text, or token ids of any integer type, such as numpy's.
 
     Raises:
         InvalidRequest: it is neither.

@@ -21,15 +21,16 @@ from lorasrv.kv_policy import KvPolicy
 
 RequestId = NewType("RequestId", str)
 CLIENT = "client"
-"""Why a request has ended whose client left; else it is the name of an error."""
+"""Reason of a request that ended because its client left; other reasons are names of errors."""
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(cls: type[T]) -> type[T]:
-    """Make a class a dataclass with slots, whose fields are read-only to the type checker alone.
+    """Make a class a dataclass with slots, whose fields are read-only for the type checker only.
 
-    For what every step makes of every request: a frozen dataclass of 20 fields takes five times as long to make.
+    For objects that every step creates for every request: creating a frozen dataclass of 20 fields takes five times as
+    long.
     """
     return dataclass(slots=True)(cls)
 
@@ -41,13 +42,13 @@ class TokenLogprobs:
     token_id: int
     # Natural logarithm of the softmax of the raw logits.
     logprob: float
-    # (token id, log-probability), likeliest first, the smaller id first among equals. A token that is in it has the
-    # same float there.
+    # (token id, log-probability), likeliest first, the smaller id first among equals. If the token is among them, it
+    # has the same float there.
     top: tuple[tuple[int, float], ...] = ()
 
 
 class FinishReason(StrEnum):
-    """Name why a request ended, in the words that clients read."""
+    """Name why a request ended, in the words of the API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -66,13 +67,13 @@ class AdapterTier(StrEnum):
 
 
 def slowest(tiers: Iterable[AdapterTier]) -> AdapterTier:
-    """Return the tier from which several adapters that are needed together have to come."""
+    """Return the slowest tier among those of adapters that are needed together."""
     order = list(AdapterTier)
     return max(tiers, key=order.index, default=AdapterTier.RESIDENT)
 
 
 class Refusal(StrEnum):
-    """Name why a request was refused, where the client can react to it."""
+    """Name why a request was refused, if the client can react to the reason."""
 
     COLD = "cold"
     LIMIT = "limit"
@@ -86,19 +87,19 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvUsage:
-    """Say what a policy has done to a request's keys and values."""
+    """Describe the effect of a policy on a request's keys and values."""
 
     policy: KvPolicy
     # Tokens whose keys and values are held, and those that were dropped.
     kept_tokens: int
     dropped_tokens: int
-    # First tokens of the answer that are those of full attention.
+    # Number of first tokens of the answer that equal those of full attention.
     exact_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PageLease:
-    """Describe pages that stay as they are until a time, for a peer to read."""
+    """Describe pages that stay unchanged until a given time, for a peer to read."""
 
     lease_id: str
     # Empty: there is no lease.
@@ -109,7 +110,7 @@ class PageLease:
 
 @record
 class RequestTiming:
-    """Say how the time before the first token was spent, and what else most tokens of an answer leave as it is."""
+    """Hold how the time before the first token was spent, and other values that most tokens do not change."""
 
     queue_ms: float = 0.0
     load_ms: float = 0.0
@@ -118,14 +119,14 @@ class RequestTiming:
     num_preemptions: int = 0
     # Prompt tokens that were in the prefix cache.
     num_cached_tokens: int = 0
-    # Those of them that came from a peer, and whether one was named.
+    # Number of these that came from a peer, and whether a peer was named.
     num_peer_tokens: int = 0
     has_peer: bool = False
-    # The base model answered, as the request allowed.
+    # Whether the base model answered in place of the adapter, as the request allows.
     fell_back: bool = False
-    # How draft tokens were accepted, where the server has more ways than one.
+    # How draft tokens were accepted, if the server has several ways.
     accept: str | None = None
-    # Why it was not drafted though drafts were asked for.
+    # Why the answer was not drafted although the request asked for drafts.
     not_drafted: str | None = None
     # None without a policy.
     kv: KvUsage | None = None
@@ -145,7 +146,7 @@ class EngineOutput:
     retry_after_s: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    # Steps so far that gave it tokens; draft tokens that these verified, and those of them that it said.
+    # Steps so far that gave it tokens; draft tokens that these steps verified, and those that were right.
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -153,7 +154,7 @@ class EngineOutput:
 
 @record
 class RequestOutput:
-    """Carry what a caller of `AsyncEngine.generate` or `LLM.generate` sees: whole UTF-8 text, and counts so far.
+    """Carry an output for a caller of `AsyncEngine.generate` or `LLM.generate`: whole UTF-8 text, and counts so far.
 
     Exactly one output of a request has a `finish_reason`, and it is the last.
     """
@@ -177,7 +178,7 @@ class RequestOutput:
     # With `logprobs`: for each of `token_ids`, how many characters of the whole text are certain before it, including
     # those held back.
     text_offsets: tuple[int, ...] = ()
-    # With `logprobs`: what became certain of the text with each of `token_ids`; together they are `text`.
+    # With `logprobs`: the text that became certain with each of `token_ids`; joined, they are `text`.
     token_texts: tuple[str, ...] = ()
     # As in `EngineOutput`.
     num_steps: int = 0
@@ -256,8 +257,8 @@ class OutputStream(Protocol):
     def pass_to(self, take: Callable[[RequestOutput], bool]) -> None:
         """Offer each output to `take` while the reader waits for one.
 
-        What it does not take (False), the last output and errors are the reader's. If it raises, the request is aborted
-        and the reader gets that error.
+        Outputs for which it returns False, the last output and errors go to the reader. If it raises, the request is
+        aborted and the reader gets that error.
         """
 
     async def aclose(self, why: str = CLIENT) -> None:

@@ -1,10 +1,10 @@
-"""Request: what is asked, its state, and the constraint on its tokens, as plain data. No torch, no text, no HTTP.
+"""Request: its options, its state, and the constraint on its tokens, as plain data. No torch, no text, no HTTP.
 
 Ids that never mix: a *reference* is what a client writes (`mia`, `mia@3`), an `AdapterKey` names one immutable content,
-and a position in the pool belongs to the adapter cache alone.
+and only the adapter cache knows positions in the pool.
 
 A `TokenConstraint` is a grammar as the engine sees it: compiled before admission and shared by the choices of a
-request. Each choice follows it with its own `ConstraintState`, which only the engine thread touches.
+request. Each choice follows it with its own `ConstraintState`, which only the engine thread uses.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,14 @@ class ConstraintState(Protocol):
         """Advance by a token that was allowed."""
 
     def forced(self) -> Sequence[int]:
-        """Return the usual tokens of the text that must come next, if there is only one; of a long one, the first."""
+        """Return the usual tokens of the text that must come next, if only one is possible; of a long text, the first
+        ones."""
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, may come next one after the other."""
+        """Return how many of these tokens, from the first on, may come next in this order."""
 
     def copy(self) -> "ConstraintState":
-        """Return an independent state at the same place, to look ahead with."""
+        """Return an independent state at the same place, for looking ahead."""
 
     def allowed(self) -> npt.NDArray[np.int32]:
         """Return the bit mask of allowed next tokens.
@@ -95,16 +96,16 @@ class RequestStatus(IntEnum):
 
 
 class AdapterTerm(NamedTuple):
-    """Name a content that a request needs in the pool: its adapter, or one of several that are added up for it."""
+    """Name a content that a request needs in the pool: its adapter, or one of a sum of adapters."""
 
     key: AdapterKey
-    # Factor of what it adds.
+    # Factor of its delta.
     weight: float
     layout: AdapterLayout
 
 
 Account = tuple[str, AdapterKey | None]
-"""An adapter id and the content it named; ("", None) is the base."""
+"""(adapter id, content that it named); ("", None) is the base."""
 
 
 class OnCold(StrEnum):
@@ -117,32 +118,32 @@ class OnCold(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Hold one sequence: its tokens and how far they are computed. Written by the scheduler's room only."""
+    """Hold one sequence: its tokens and how many are computed. Only the scheduler's room writes to it."""
 
     message: "EngineCoreRequest"
     arrival_s: float = 0.0
-    # Of the message, whatever is replaced in it.
+    # Id of the message; it stays the same when the message is replaced.
     request_id: RequestId = field(init=False)
     sampling: SamplingParams = field(init=False)
     num_prompt_tokens: int = field(init=False)
     adapter_key: AdapterKey | None = None
-    # What it needs in the pool; () for the base.
+    # Adapters that it needs in the pool; () for the base.
     terms: tuple[AdapterTerm, ...] = ()
-    # The keys of these.
+    # The keys of `terms`.
     term_keys: tuple[AdapterKey, ...] = ()
-    # (content, weight) of each, if it is a sum whose terms are apart in the pool.
+    # (content, weight) of each term, if it is a sum whose terms are separate in the pool.
     summed: tuple[tuple[AdapterKey, float], ...] = ()
-    # What is charged in the ledger for its steps.
+    # Account that the ledger charges for its steps.
     account: Account = ("", None)
-    # Whether choosing its next token takes more than logits: the text so far, or what is told of them.
+    # Whether choosing its next token needs more than logits (the text so far), or returns more than the token.
     needs_text: bool = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
-    # Tokens with keys and values; chases `num_tokens`, without prefill and decode phases.
+    # Tokens with keys and values; catches up with `num_tokens`, without prefill and decode phases.
     num_computed_tokens: int = 0
-    # Tokens behind those that submitted steps compute, whose results are not collected yet.
+    # Tokens after `num_computed_tokens` that submitted steps compute, whose results are not collected yet.
     num_in_flight_tokens: int = 0
-    # Tokens that these steps will sample and steps behind them may compute, unknown as they are.
+    # Tokens that these steps will sample; later steps may compute them although they are not known yet.
     num_pending_tokens: int = 0
     # Prompt tokens found in the prefix cache on first admission.
     num_cached_tokens: int = 0
@@ -154,20 +155,20 @@ class Request:
     swapped_holes: frozenset[int] = frozenset()
     # Pages that its policy has dropped.
     num_dropped_pages: int = 0
-    # First tokens that see all before them as far as pages were selected.
+    # Number of first tokens that see all tokens before them, as far as the selection of pages is concerned.
     num_full_rows: int = MAX_TOKENS
-    # Attention that the page of each place has got of the rows that decide what is dropped.
+    # Attention paid to the page of each place by the rows that decide which pages are dropped.
     page_masses: list[float] = field(default_factory=list)
     num_preemptions: int = 0
-    # Steps that gave it tokens; draft tokens that these verified, and those of them that it said.
+    # Steps that gave it tokens; draft tokens that these steps verified, and those that were right.
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    # Counts up in the order of arrival; 0 before the request is queued.
+    # Number in the order of arrival; 0 before the request is queued.
     number: int = 0
     # Step in which it last had tokens, or arrived.
     last_share_step: int = 0
-    # Not preempted for others until it has generated so many tokens.
+    # Number of generated tokens up to which it is not preempted for others.
     protected_until_tokens: int = 0
     # Whether it runs without a request slot, which `Fair` has given to another account.
     is_paused: bool = False
@@ -179,7 +180,7 @@ class Request:
     predicted_tokens: int | None = None
     # The same, updated when the answer outgrows it.
     planned_tokens: int = 0
-    # First tokens that are charged to its accounts.
+    # Number of first tokens that are charged to its accounts already.
     num_charged_tokens: int = 0
     tier: AdapterTier | None = None
     fell_back: bool = False
@@ -191,11 +192,11 @@ class Request:
     refusal: Refusal | None = None
     retry_after_s: float | None = None
     constraint_state: ConstraintState | None = None
-    # Snapshot that it waits for while that is being restored, part of its lane's name.
+    # Snapshot that it waits for while it is being restored; part of its lane's name.
     snapshot: SnapshotName | None = None
-    # Those known so far, if asked for; not computed again after a preemption.
+    # Those known so far, if requested; not computed again after a preemption.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    # What its last output has told, until its status changes; under a policy each step changes it.
+    # Timing of its last output, reused until its status changes; under a policy every step changes it.
     told: RequestTiming | None = None
 
     def __post_init__(self) -> None:
@@ -220,13 +221,13 @@ class Request:
                 self.constraint_state.advance(token)
 
     def fall_back(self) -> None:
-        """Go on with the base model in place of the adapter."""
+        """Continue with the base model in place of the adapter."""
         self.adapter_key, self.terms, self.term_keys, self.summed = None, (), (), ()
         self.account, self.fell_back = ("", None), True
 
     @property
     def home_key(self) -> AdapterKey | None:
-        """Return the adapter with whose eviction cached pages of the request become useless; of a sum its first."""
+        """Return the adapter whose eviction makes the request's cached pages useless; for a sum, its first term."""
         return self.term_keys[0] if self.term_keys else None
 
     @property
@@ -250,7 +251,7 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def num_seen(self, position: int) -> int:
-        """Return how many tokens the one at `position` sees, itself included."""
+        """Return how many tokens the token at `position` sees, including itself."""
         policy = self.message.kv_policy
         if policy is None:
             return position + 1
@@ -258,20 +259,20 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Return for how many tokens it holds pages at a time, at most."""
+        """Return the most tokens for which it holds pages at a time."""
         total, policy = self.num_prompt_tokens + self.message.max_tokens, self.message.kv_policy
         return total if policy is None else policy.most_tokens(self.num_prompt_tokens, total)
 
     @property
     def next_check(self) -> int:
-        """Return how many tokens are computed when its policy selects pages next; none behind them is before."""
+        """Return after how many computed tokens its policy selects pages next; no step computes beyond that before."""
         policy = self.message.kv_policy
         return MAX_TOKENS if policy is None else policy.next_check(self.num_prompt_tokens, self.num_computed_tokens)
 
     @property
     def may_run_ahead(self) -> bool:
-        """Return whether a token behind the next one may be computed while that is not known: it needs no text, and the
-        answer is not too long for it.
+        """Return whether the next token may be computed while it is still unknown: choosing tokens needs no text, and
+        the answer may have another token.
         """
         num_next = self.num_expected_tokens - self.num_prompt_tokens + 1
         return not self.needs_text and num_next < self.message.max_tokens
@@ -282,8 +283,8 @@ class Request:
         return self.num_generated_tokens < self.protected_until_tokens
 
     def prompt_rows(self, start: int, end: int) -> range:
-        """Return the positions in `start .. end - 1` whose logits give asked-for prompt log-probabilities that are
-        not known yet."""
+        """Return the positions in `start .. end - 1` whose logits give requested prompt log-probabilities that are not
+        known yet."""
         if self.sampling.prompt_logprobs is None:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.num_prompt_tokens - 1))
@@ -361,7 +362,7 @@ class Request:
 
     def _kv_usage(self, policy: KvPolicy) -> KvUsage:
         dropped = self.num_dropped_pages * policy.page_size
-        # A token comes of the row before it, and of all that this one sees.
+        # A token is sampled from the row before it, and so depends on all that this row sees.
         full_rows = min(self.num_full_rows, policy.num_full_rows)
         exact = max(0, full_rows - self.num_prompt_tokens + 1)
         return KvUsage(
@@ -389,18 +390,18 @@ _END_OF_PERSONA = "\x1f"
 def persona_salt(persona: str, salt: str) -> str:
     """Return the salt of requests that begin with a persona's own prompt.
 
-    Only its rendering reaches those pages, so that no other prompt can be compared with it by what is found cached.
-    No salt of a client or a key begins like one.
+    Only the rendered persona prompt has this salt, so other prompts cannot be compared with it by cache hits. No salt
+    of a client or a key has the same beginning.
 
     Args:
-        persona: tells all that the beginning of the prompt depends on.
+        persona: contains everything that the beginning of the prompt depends on.
         salt: the request's salt.
     """
     return f"persona:{persona}{_END_OF_PERSONA}{salt}"
 
 
 def is_salted(cache_salt: str, salt: str | None) -> bool:
-    """Return whether a request has this salt, with or without a persona's; None is no request's."""
+    """Return whether a request has this salt, with or without a persona's; None matches no request."""
     own = cache_salt.partition(_END_OF_PERSONA)[2] if cache_salt.startswith("persona:") else cache_salt
     return own == salt
 
@@ -409,13 +410,13 @@ def is_salted(cache_salt: str, salt: str | None) -> bool:
 class FixedPrefix:
     """Describe the beginning of a prompt that is a persona's own: the same for all clients.
 
-    Its whole pages are shared by all requests with this salt, whatever their own. So no request may have it whose
-    client has written any of these tokens, or chosen them.
+    All requests with this prefix share its full pages, whatever their own salt. So no request may have it whose client
+    has written or chosen any of these tokens.
     """
 
-    # The version that its snapshots go with (`adapter_store.storage.snapshots`).
+    # The version with which its snapshots are removed (`adapter_store.storage.snapshots`).
     owner: str
-    # No salt of a client, a key or a persona's request equals it.
+    # Differs from every salt of a client, a key or a persona's request.
     salt: str
     num_tokens: int
 
@@ -425,15 +426,15 @@ class Peer:
     """Name a replica that is asked for the pages of a prompt."""
 
     url: str
-    # Whether it is to compute those that it does not have.
+    # Whether it is to compute the pages that it does not have.
     computes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Hold what a request may have beside its prompt and sampling."""
+    """Hold the options of a request other than its prompt and sampling."""
 
-    # Content, or sum of contents, that answers: what cached pages belong to; None is the base.
+    # Content, or sum of contents, that answers and owns the cached pages; None is the base.
     adapter_key: AdapterKey | None = None
     principal: str = ANONYMOUS
     on_cold: OnCold = OnCold.WAIT
@@ -441,13 +442,13 @@ class RequestOptions:
     cache_salt: str = ""
     # None if all tokens are under that salt.
     prefix: FixedPrefix | None = None
-    # Account that the request counts on, whatever version the name means; "" is the base, or `adapter_key`.
+    # Account that the request counts on, whichever version the name means; "" is the base, or `adapter_key`.
     adapter_id: str = ""
     # Content that is charged for a sum of adapters, "" for the base; None: `adapter_key`.
     charged_key: AdapterKey | None = None
-    # The lower goes first.
+    # Lower values go first.
     priority: int = 0
-    # From arrival to the last token.
+    # Seconds from arrival to the last token.
     timeout_s: float | None = None
     # Which tokens may come next; None: any.
     constraint: TokenConstraint | None = None
@@ -457,12 +458,12 @@ class RequestOptions:
     speculation: SpeculationParams = ANY_SPECULATION
     # Which keys and values its tokens see; None: all before them.
     kv_policy: KvPolicy | None = None
-    # First tokens of the answer, which another engine of the same fingerprint has generated: they are computed like a
-    # preempted request's.
+    # First tokens of the answer, which another engine with the same fingerprint has generated; they are computed like
+    # those of a preempted request.
     resumed_token_ids: tuple[int, ...] = ()
-    # Asked for the prompt's pages before they are computed.
+    # Replica that is asked for the prompt's pages before they are computed.
     peer: Peer | None = None
-    # Whether its pages alone are wanted, by a peer that counts the request.
+    # Whether only its pages are wanted, for a peer, which counts the request itself.
     is_for_peer: bool = False
 
 
@@ -477,7 +478,7 @@ class EngineCoreRequest(RequestOptions):
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
-    # What has to be in the pool for its adapter.
+    # Contents that must be in the pool for its adapter.
     terms: tuple[AdapterTerm, ...] = ()
     # Tier of the adapter on arrival, before any work for this request.
     found: AdapterTier | None = None
@@ -490,19 +491,19 @@ class EngineCoreRequest(RequestOptions):
     # Tokens that Medusa heads can draft, and whether the adapter has heads of its own.
     num_draft_heads: int = 0
     has_draft_heads: bool = False
-    # Tokens of the adapter, if not as many as the base has; 0: as many.
+    # Number of the adapter's tokens; 0: as many as the base.
     vocab_size: int = 0
-    # How draft tokens are accepted, where the server has more ways than one.
+    # How draft tokens are accepted, if the server has several ways.
     accept: str | None = None
-    # Why it is not drafted though drafts are asked for; None if it may be.
+    # Why the answer is not drafted although the request asks for drafts; None otherwise.
     not_drafted: str | None = None
 
     @property
     def adapter_bytes(self) -> int | None:
-        """Return the bytes of what has to be in the pool; None for the base."""
+        """Return the bytes of all contents that must be in the pool; None for the base."""
         return sum(term.layout.nbytes for term in self.terms) if self.terms else None
 
     @property
     def account(self) -> Account:
-        """Return what is charged for the request in the ledger."""
+        """Return the account that the ledger charges for the request."""
         return self.adapter_id, self.adapter_key if self.charged_key is None else self.charged_key or None

@@ -6,30 +6,30 @@ from lorasrv.errors import InvalidRequest
 
 DRAFTERS = ("grammar", "prediction", "lookup", "corpus", "lookahead", "medusa", "model", "layers")
 SAME_DRAW, REJECTION = ACCEPT = ("same-draw", "rejection")
-"""How draft tokens are accepted: the token that plain decoding would draw, or any of its distribution."""
+"""How draft tokens are accepted: only the token that plain decoding would draw, or by rejection sampling."""
 MODEL_DRAFTERS = ("medusa", "model", "layers")
-"""Those that are models on the worker."""
+"""Drafters that are models on the worker."""
 LONG_SIGHTED_DRAFTERS = frozenset({"lookahead", "model"})
-"""Those that cannot draft for rows that see different pages: by trees, or with keys of all tokens."""
+"""Drafters that cannot draft for rows that see different pages: they need trees, or the keys of all tokens."""
 MAX_DRAFT_TOKENS = 16
 """Most draft tokens of a request in one step."""
 MAX_PROBES = 48
-"""Most tokens of a request in one step that are computed only to see what the model says behind them."""
+"""Most tokens of a request in one step that are computed only to learn their likeliest continuations."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """Say how an answer may be drafted. No option changes the answer.
+    """Define how an answer may be drafted. No option changes the answer, unless drafts are accepted by rejection.
 
     Raises:
-        InvalidRequest: a value is out of range; names the field.
+        InvalidRequest: a value is out of range; the message names the field.
     """
 
     # Most draft tokens in a step; 0: none.
     max_draft: int = MAX_DRAFT_TOKENS
-    # Drafters that may be asked; None: all that the server has.
+    # Drafters that may be used; None: all of the server's.
     drafters: frozenset[str] | None = None
-    # Whether later answers of the same persona and key may be drafted from this one.
+    # Whether this answer may serve as a draft for later answers of the same persona and key.
     remember: bool = True
     # Text that the client expects as the answer; "": none.
     prediction: str = ""
@@ -47,7 +47,7 @@ class SpeculationParams:
             )
 
     def allows(self, drafter: str) -> bool:
-        """Return whether a drafter may be asked."""
+        """Return whether a drafter may be used."""
         return self.max_draft > 0 and (self.drafters is None or drafter in self.drafters)
 
     def without(self, drafters: frozenset[str]) -> "SpeculationParams":

@@ -12,7 +12,7 @@ class TokenBucket:
     """Fill steadily up to a capacity; a larger `take` leaves a debt.
 
     Args:
-        rate: tokens a second; with 0 it never fills.
+        rate: tokens per second; with 0 it never fills.
         capacity: most tokens that it holds. A new bucket is full.
         clock: monotonic seconds.
     """
@@ -21,7 +21,7 @@ class TokenBucket:
 
     def __init__(self, rate: float, capacity: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.capacity = rate, capacity
-        # Tokens that were taken for others, who may still use them: they and the level are the capacity at most.
+        # Tokens lent to others, who may still use them. Together with the level they do not exceed the capacity.
         self.lent = 0
         self._clock = clock
         self._level = capacity
@@ -29,7 +29,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """Return the tokens that may be taken now; below 0 they are owed."""
+        """Return the tokens that may be taken now; a negative number is owed."""
         now_s = self._clock()
         self._level = min(self.capacity - self.lent, self._level + self.rate * max(0.0, now_s - self._filled_s))
         self._filled_s = now_s
