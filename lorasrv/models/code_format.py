@@ -1,4 +1,4 @@
-"""Name the forms that linears take as codes: a format with its group, and which sites of a layer get which.
+"""Name the code formats of linears: a format with its group, and the formats of a layer's sites.
 
 Options write a form as `int4` or `int4:128`, and forms by part as `attn=int4,mlp=q3h`.
 """
@@ -13,7 +13,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 LEVELS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
 GROUPS = {"int8": (32, 64, 128), "int4": (32, 64, 128), "q3h": (64, 128)}
 CODE_BITS = {"int8": 8.0, "int4": 4.0, "q3h": 3.5}
-"""Bits of a code, by format: without the scales of its group."""
+"""Bits of a code by format, without the scales of its group."""
 PARTS = {
     "attn": ("qkv", "o"),
     "mlp": ("gate_up", "down"),
@@ -22,7 +22,7 @@ PARTS = {
     "gate_up": ("gate_up",),
     "down": ("down",),
 }
-"""Part of a layer, as options name it -> its sites. Parts of one site go before those of two."""
+"""Part of a layer, as options name it -> its sites. Parts of one site take precedence over those of two."""
 _FACTOR_BITS = 16
 
 
@@ -40,7 +40,7 @@ class CodeFormat:
 
     @property
     def bits(self) -> float:
-        """Return the bits of a weight, its share of the scale and the minimum included."""
+        """Return the bits of a weight, including its share of the scale and the minimum."""
         factors = 1 if self.name == "int8" else 2
         return CODE_BITS[self.name] + factors * _FACTOR_BITS / self.group
 
@@ -72,10 +72,11 @@ def names_parts(text: str) -> bool:
 
 
 def parse_parts(text: str, groups: Mapping[str, int]) -> dict[str, CodeFormat]:
-    """Read `attn=int4,mlp=q3h:128,down=int8` as formats by site; a site's own name goes before `attn` and `mlp`.
+    """Read `attn=int4,mlp=q3h:128,down=int8` as formats by site; a site's own name takes precedence over `attn` and
+    `mlp`.
 
     Args:
-        groups: the group of each format where the text has none.
+        groups: the group of each format if the text has none.
     Raises:
         UnsupportedFormat: an unknown part, format or group, with the choices, or a part that is named twice.
     """

@@ -1,7 +1,7 @@
 """Derive the modules that the store validates, and the sites of the kernels, from a `ModelSpec`.
 
-What lies outside the layers has as many tokens as the vocabulary: its matrices are cut into blocks of them, one a slab
-of the pool (`VocabBlocks`), so that no slab grows wide.
+Matrices outside the layers have a column or row per token of the vocabulary. They are cut into blocks of tokens, one
+for each slab of the pool (`VocabBlocks`), so that no slab becomes much larger than others.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ TokenIds = npt.NDArray[np.int64]
 HEAD = "lm_head"
 """Full name of the head in a model of transformers."""
 HEAD_A, HEAD_B, EMBEDDING_A, EMBEDDING_B = range(4)
-"""Sites of the ends: the head's A and the embedding's B are in slab 0; blocks of the columns of the head's B and of the
-embedding's A in each.
+"""Sites of the ends. The head's A and the embedding's B are in slab 0; each slab has a block of the columns of the
+head's B and of the embedding's A.
 """
 HEAD_ROWS, EMBEDDING_ROWS = range(2)
 """Sites of own rows of the vocabulary."""
 BLOCK_ROWS, LEAST_ROWS = MAX_SLICES * MAX_RANK, PANEL_RANKS
-"""Most and least own rows of a block, but for the last: as many as a site has ranks, and a panel."""
+"""Most and fewest own rows of a block, except the last: as many as a site has ranks, and as a panel has."""
 BLOCK_TOKENS = 64
 """Blocks are multiples of this many tokens, so that they begin on cache lines of logits."""
 
@@ -55,7 +55,7 @@ class VocabBlocks:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "VocabBlocks":
-        """Return the blocks of a base: one a slab."""
+        """Return the blocks of a base: one for each slab."""
         return cls(spec.vocab_size, spec.num_slabs)
 
     @property
@@ -69,7 +69,7 @@ class VocabBlocks:
         return min(block * self.width, self.vocab_size - self.width)
 
     def owned(self, block: int) -> range:
-        """Return the tokens of a block that are in none before it."""
+        """Return the tokens of a block that are in no earlier block."""
         first = min(block * self.width, self.vocab_size)
         return range(first, min(first + self.width, self.vocab_size))
 
@@ -134,8 +134,8 @@ def adapter_layout(
 
     Args:
         itemsize: bytes of a weight in the adapter dtype.
-        row_tokens: what its own rows stand for, in the head and in the embedding; None where the weights are not known:
-            then as many as the spec allows.
+        row_tokens: tokens of its own rows, in the head and in the embedding; None if the weights are not known: as many
+            as the spec allows.
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
@@ -180,7 +180,7 @@ def _layout(
 
 
 def ends_layout(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> AdapterLayout | None:
-    """Return the layout of what lies outside the layers, from the ranks there; None for nothing."""
+    """Return the layout of the parts outside the layers, from the ranks there; None if there are none."""
     if not head and not embedding:
         return None
     hidden, width = spec.hidden_size, VocabBlocks.of(spec).width
@@ -190,7 +190,7 @@ def ends_layout(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> Ad
 
 
 def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, TokenIds]:
-    """Return the tokens whose rows an adapter has; of a copy of the base's own, those that the base lacks."""
+    """Return the tokens whose rows an adapter has; for a copy of the base's table, only tokens that the base lacks."""
     found = []
     for module in (HEAD, spec.names.embedding):
         own = [r.token_ids for r in adapter.rows if r.module == module and not r.frozen]
@@ -202,7 +202,8 @@ def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, Token
 
 
 def _rows(spec: ModelSpec, tokens: tuple[TokenIds, TokenIds], itemsize: int) -> AdapterLayout | None:
-    """Return the layout of own rows: blocks of about equal size, as many as slabs, a multiple of that, or fewer."""
+    """Return the layout of own rows: blocks of about equal size, whose number is a multiple of the slabs, or less than
+    them."""
     if not any(map(len, tokens)):
         return None
     slabs = spec.num_slabs
@@ -229,7 +230,7 @@ def place_widths(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _vectors(spec: ModelSpec, adapter: AdapterSpec) -> tuple[LayerVectors, ...]:
-    """Return which vectors the adapter has at each place of each layer; nothing if it has none."""
+    """Return which vectors the adapter has at each place of each layer; empty if it has none."""
     found = [[0] * len(spec.places()) for _ in range(spec.num_layers)]
     for m in (own for own in adapter.modules if own.layer < spec.num_layers):
         place, site = site_place(spec, m.layer, m.module)

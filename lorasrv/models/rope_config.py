@@ -11,7 +11,7 @@ from lorasrv.models.spec import RopeSpec
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 GGUF_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 SHORT_FACTORS = "rope_factors_short.weight"
-"""The tensor that makes a GGUF file's RoPE LongRoPE, whatever type the metadata has."""
+"""A GGUF file with this tensor has LongRoPE, whatever type the metadata has."""
 DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
 Values = Mapping[str, Any]
@@ -30,7 +30,7 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
     """
     params, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if params and scaling and params != scaling:
-        # Transformers takes the second, without its own theta; who adds it to a file that has the first means both.
+        # Transformers takes the second, without its own theta; a user who adds it to a file with the first means both.
         raise UnsupportedModel("config.json: rope_scaling and rope_parameters differ; write all into rope_parameters")
     params = params or scaling
     theta = _number(config, "rope_theta", rules.get("theta", DEFAULT_THETA))
@@ -85,7 +85,7 @@ class _Reader:
 
     def _original(self, params: Values) -> int:
         key = "original_max_position_embeddings"
-        # The table's own counts only for families without a default, as in transformers.
+        # The table's own value counts only for families without a default, as in transformers.
         given = self._config.get(key, self._rules.get("original"))
         return int(_number(params if given is None else {key: given}, key, float(self._max_position)))
 
@@ -139,7 +139,7 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
     )
     local = rules.get("local")
     second = local and replace(rope, theta=_number(meta, prefix + local["key"], local["theta"]))
-    # As in llama.cpp, a factor alone means linear.
+    # As in llama.cpp, a factor without a type means linear.
     has_factor = f"{scaling}factor" in meta or f"{prefix}rope.scale_linear" in meta
     kind = str(meta.get(f"{scaling}type", "linear" if has_factor else "none"))
     _require_known(kind, GGUF_ROPE_KINDS)
@@ -169,7 +169,7 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values, tens
             beta_fast=_number(meta, f"{scaling}yarn_beta_fast", 32.0),
             beta_slow=_number(meta, f"{scaling}yarn_beta_slow", 1.0),
         )
-        # As mscale_all_dim beside an mscale of 1.
+        # Like mscale_all_dim with an mscale of 1.
         all_dim = _number(meta, log_multiplier) if meta.get(log_multiplier) else 0.0
         scale = _yarn_scale(rope.factor) / _yarn_scale(rope.factor, all_dim)
         return replace(

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredPacking:
-    """Describe the quantization that a checkpoint came with."""
+    """Describe the quantization of a checkpoint's file."""
 
-    # As its configuration calls it: gptq, awq, compressed-tensors, bitsandbytes or fp8; mixed if `lorasrv quantize` has
-    # made it in several formats.
+    # As its configuration names it: gptq, awq, compressed-tensors, bitsandbytes or fp8; mixed if `lorasrv quantize` has
+    # written it in several formats.
     method: str
-    # Distinct numbers of bits of its linears, ascending.
+    # Distinct bit widths of its linears, ascending.
     bits: tuple[float, ...]
-    # Mean bits of a weight of the layers' linears as codes, without scales.
+    # Mean bits per weight of the layers' linears as codes, without scales.
     mean_bits: float
     # How the codes differ from the file's weights; "" if they do not.
     rounding: str = ""
@@ -47,8 +47,8 @@ class Checkpoint(Protocol):
 
     @property
     def packing(self) -> StoredPacking | None:
-        """Return how the checkpoint was quantized by a library for transformers, or in several formats by `lorasrv
-        quantize`; None for floats, GGUF files and codes of one format.
+        """Return how a library for transformers, or `lorasrv quantize` in several formats, quantized the checkpoint;
+        None for floats, GGUF files and codes of one format.
         """
         ...
 
@@ -67,14 +67,14 @@ class Checkpoint(Protocol):
     def codes(self, name: str) -> "GroupQuantizedWeight | None":
         """Read one tensor as the integer codes that the file holds.
 
-        Returns: codes [O, H], or None where the file holds floats, or codes of a kind that no format keeps.
+        Returns: codes [O, H], or None if the file holds floats, or codes of a kind that no format keeps.
         Raises:
             CorruptModel: the stored bytes cannot be read.
         """
         ...
 
     def tokenizer_source(self) -> TokenizerSource:
-        """Return what describes the tokenizer.
+        """Return the description of the tokenizer.
 
         Raises:
             UnsupportedModel, CorruptModel: the checkpoint has no tokenizer that can be built.
@@ -107,7 +107,7 @@ def check_finite(what: str, floats: "Tensor") -> None:
     Raises:
         CorruptModel: one is NaN or infinite; the message begins with `what`.
     """
-    # An infinity shows in one of them, NaN in both; `isfinite` takes thirty times as long.
+    # An infinity is the minimum or maximum, and NaN is both; `isfinite` takes thirty times as long.
     if not all(math.isfinite(float(end)) for end in floats.aminmax()):
         raise CorruptModel(
             f"{what} holds NaN or infinity: the file is damaged, or was saved after training had diverged; "
@@ -162,10 +162,10 @@ def _few(names: list[str]) -> str:
 
 
 def state_dict_fp32(checkpoint: Checkpoint) -> "dict[str, Tensor]":
-    """Return every weight under Hugging Face's name, fp32, as `load_state_dict` takes it.
+    """Return every weight under Hugging Face's name, fp32, for `load_state_dict`.
 
-    A tied head appears under both names. Norms of a gemma GGUF file are as stored, with the 1 that Hugging Face's
-    modules add.
+    A tied head appears under both names. Norms of a gemma GGUF file are as stored: they include the 1 that Hugging
+    Face's modules add.
     """
     state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])

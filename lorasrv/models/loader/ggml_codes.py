@@ -31,7 +31,8 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of e2m1, doubled; ggml's scales are halved."""
 _FLOATS = {"F32", "F16", "BF16"}
 _OF_ONE_FORMAT = (_FLOATS, {"Q4_0", "Q4_1"}, {"Q8_0"})
-"""Types of linears that one format other than `METHOD` serves, all of them, without rounding what are codes."""
+"""Sets of types: if all linears have types of one set, a format other than `METHOD` serves them without rounding
+codes."""
 
 
 def decode_codes(
@@ -40,9 +41,10 @@ def decode_codes(
     """Decode stored bytes to codes.
 
     Args:
-        name: of the tensor, for messages.
-        raw, kind, shape: of the tensor.
-    Returns: codes of `shape` [O, H], or None for floats, tensors that are no matrix and minima that fp16 cannot hold.
+        name: name of the tensor, for messages.
+        raw, kind, shape: bytes, type and shape of the tensor.
+    Returns: codes of `shape` [O, H], or None for floats, tensors that are not matrices, and minima that fp16 cannot
+        hold.
     Raises:
         CorruptModel: a scale is not finite.
     """
@@ -51,12 +53,12 @@ def decode_codes(
     reader = _READERS.get(kind.name)
     if reader is None:
         return round_to_bytes(name, decode(raw, kind, shape))
-    # Rows are cut into blocks: [O, blocks of a row, bytes].
+    # Rows are split into blocks: [O, blocks of a row, bytes].
     return reader(name, torch.from_numpy(raw).view(shape[0], -1, kind.block_bytes))
 
 
 def packing_of(linears: Mapping[str, TensorInfo]) -> StoredPacking | None:
-    """Describe the linears of a file; None if all are of the types that int4 and int8 keep, or floats."""
+    """Describe the linears of a file; None if all are floats or have types that int4 or int8 keeps."""
     kinds = [info.type for info in linears.values()]
     names = {kind.name for kind in kinds}
     if any(names <= held for held in _OF_ONE_FORMAT):
@@ -70,7 +72,7 @@ def packing_of(linears: Mapping[str, TensorInfo]) -> StoredPacking | None:
 
 
 def _bits(kind: GgmlType) -> int:
-    """Return the bits of a weight in the file, without a fraction."""
+    """Return the bits of a weight in the file, as a whole number."""
     return 8 * kind.block_bytes // kind.block_size
 
 
@@ -139,7 +141,7 @@ def _q5_1(name: str, blocks: Tensor) -> GroupQuantizedWeight:
 
 
 def _six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima, [..., 8] int8, of 12 bytes: the first four of each have their own bytes, whose upper
+    """Return scales and minima, [..., 8] int8, from 12 bytes: the first four of each have their own bytes, whose upper
     two bits belong to the last four.
     """
     first, second, third = stored[..., :4], stored[..., 4:8], stored[..., 8:]
@@ -211,4 +213,4 @@ _READERS: Mapping[str, Callable[[str, Tensor], GroupQuantizedWeight | None]] = {
 }
 """(name, blocks [O, blocks of a row, bytes] uint8) -> codes, by type."""
 _HELD_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4"), 4)
-"""Bits of the codes of types that keep four; others take eight, or are floats."""
+"""Types whose codes are held in four bits; others take eight, or are floats."""

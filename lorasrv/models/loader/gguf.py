@@ -23,14 +23,14 @@ from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 _LAYERS = "model.layers."
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = "rope_factors_long.weight"
-"""Factors of texts beyond the original context, which are not served."""
+"""Factors for texts beyond the original context, which are not served."""
 
 
 class GgufCheckpoint:
-    """A GGUF file; see `Checkpoint`.
+    """Read a GGUF file; see `Checkpoint`.
 
     Raises:
-        CorruptModel, UnsupportedModel: as `GgufFile` and `Family`, or tensors that do not fit the metadata.
+        CorruptModel, UnsupportedModel: as for `GgufFile` and `Family`; also if tensors do not fit the metadata.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:

@@ -80,7 +80,7 @@ class TensorInfo:
     # Row-major (GGUF stores it reversed).
     shape: tuple[int, ...]
     type: GgmlType
-    # From the file's start.
+    # Bytes from the file's start.
     offset: int
     nbytes: int
 
@@ -114,7 +114,7 @@ class GgufFile:
         _check_apart(self.tensors)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the stored bytes of a tensor, a view of the memory map; writing makes a private copy."""
+        """Return the stored bytes of a tensor, as a view of the memory map; writing makes a private copy."""
         info = self.tensors[name]
         return np.frombuffer(self._bytes, np.uint8, info.nbytes, info.offset)
 
@@ -226,7 +226,7 @@ class _Cursor:
         return list(np.frombuffer(self.take(count * code.itemsize), code).tolist())
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings. This is the hot loop of start-up, 100,000 strings: the decoding is the only call for each."""
+        """Read strings. This is the hot loop of start-up, 100,000 strings, so each takes only one call: to decode."""
         data, at, end = self._data, self.at, len(self._data)
         if count * 8 > end - at:
             raise CorruptModel(f"the GGUF file is truncated: an array claims {count} strings")
@@ -260,15 +260,15 @@ def _text(raw: bytes) -> str:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
-"""Added tokens of Phi-3 that do not take the white space behind them; no file says it, and llama.cpp knows it, too."""
+"""Added tokens of Phi-3 that do not absorb the white space after them. No file says so; llama.cpp also has a list."""
 
 
 def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = "") -> TokenizerSource:
-    """Describe a file's tokenizer, as far as it is there.
+    """Describe a file's tokenizer, as far as the file has one.
 
     Args:
         meta: the file's metadata.
-        spec: what the metadata gives.
+        spec: the model's spec from the metadata.
         file: the file's name, for messages.
     Raises:
         UnsupportedModel, CorruptModel: it is neither a byte-level BPE nor SentencePiece, or its description is damaged.
@@ -338,7 +338,7 @@ def _of_type(types: list[int], *wanted: int) -> tuple[int, ...]:
 
 
 def _token_types(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
-    """Return the kind of each token. Without them any text could spell a control token, or none would be found."""
+    """Return the kind of each token. Without kinds, any text could contain a control token, or none would be found."""
     types = meta.get("tokenizer.ggml.token_type")
     if types is None:
         raise UnsupportedModel(

@@ -42,7 +42,8 @@ def snapshot(model: str, *, download: bool = True) -> tuple[Path, str]:
     Args:
         download: False uses only the cache.
     Raises:
-        ModelNotFound: the model does not exist or is not accessible, or the hub cannot be reached; says which.
+        ModelNotFound: the model does not exist or is not accessible, or the hub cannot be reached; the message says
+            which.
     """
     found = _NAME.fullmatch(model.removeprefix(PREFIX))
     if found is None:
@@ -98,7 +99,7 @@ class ModelShape:
 
 @contextlib.contextmanager
 def _reading(model: str) -> Iterator[None]:
-    """Tell what the system refuses as a model that cannot be read."""
+    """Report errors of the operating system as a model that cannot be read."""
     try:
         yield
     except ModelNotFound:
@@ -123,7 +124,7 @@ def read_model_shape(model: str) -> ModelShape:
 
 
 def checkpoint_name(model: str) -> str:
-    """Return the name of the model's file or folder, whatever it is served as; of a built-in shape, its name."""
+    """Return the name of the model's file or folder, whatever its served name; for a built-in shape, its name."""
     try:
         path, _ = locate(model, download=False)
     except ModelNotFound:
@@ -136,7 +137,7 @@ def checkpoint_name(model: str) -> str:
 
 
 def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
-    """Return a directory or a GGUF file, and its served name where that is not the path's.
+    """Return a directory or a GGUF file, and its served name if that differs from the path's.
 
     Args:
         model: as `open_checkpoint` takes it.
@@ -158,7 +159,7 @@ def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
 
 
 def weight_files(model: str) -> list[Path]:
-    """Return the files that a model's weights are read from.
+    """Return the files from which a model's weights are read.
 
     Args:
         model: as `open_checkpoint` takes it.
@@ -185,7 +186,7 @@ def builtin_file() -> Path:
 
 
 def gguf_family(file: GgufFile) -> tuple[Family, ModelSpec]:
-    """Return the family that reads a GGUF file, and the spec that its metadata gives.
+    """Return the family that reads a GGUF file, and the spec from its metadata.
 
     Raises:
         CorruptModel, UnsupportedModel: as `Family.spec_from_gguf`; also for a model in several files.
@@ -205,7 +206,7 @@ def _gguf_spec(path: Path) -> ModelSpec:
 
 
 def read_tokenizer(model: str) -> Tokenizer:
-    """Return the tokenizer that a server of this model has.
+    """Return the tokenizer of a server with this model.
 
     Args:
         model: as `open_checkpoint` takes it.

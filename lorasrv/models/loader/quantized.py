@@ -1,8 +1,9 @@
 """Read and write files of `lorasrv quantize`: a model's linears as codes, used together with their checkpoint.
 
-A safetensors file. NAME.codes [O, H / 2] uint8 holds two codes a byte, the even input in the lower half; NAME.scales
-and NAME.minima [O, G] fp16. Codes of 8 bits are int8 [O, H], without minima. The header has a digest of a sample of the
-rounded weights, and either one format and group, or, where linears differ, the format of every site of every layer.
+A file is in safetensors format. NAME.codes [O, H / 2] uint8 holds two codes per byte, the even input in the lower half;
+NAME.scales and NAME.minima are [O, G] fp16. Codes of 8 bits are int8 [O, H], without minima. The header has a digest of
+a sample of the rounded weights, and either one format and group or, if linears differ, the format of every site of
+every layer.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ def write_codes(
     Args:
         path: the file to make.
         checkpoint: the model that the codes were made from.
-        formats: of the codes.
+        formats: formats of the codes.
         codes: codes [O, H] by the canonical names of weights.
     Raises:
         OSError: the disk refused; no partial file is left.
@@ -57,7 +58,7 @@ def write_codes(
     facts = _header(formats) | {"base": _sample(checkpoint)}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        # Made here, as every other file is: the library's own would be readable by its owner alone.
+        # Created here with the usual permissions: only the owner could read a file that the library creates.
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save_file(tensors, unfinished, facts)
@@ -81,10 +82,10 @@ def _header(formats: SiteFormats) -> dict[str, str]:
 
 
 def _formats(facts: Mapping[str, str], spec: ModelSpec) -> SiteFormats:
-    """Return the formats that a header gives.
+    """Return the formats in a header.
 
     Raises:
-        CorruptModel: it gives none for this model.
+        CorruptModel: it has none for this model.
     """
     sites = [site.name for site in spec.sites_of(0)]
     if facts.get("kind") == KIND:
@@ -229,7 +230,7 @@ def _parts(form: CodeFormat) -> tuple[str, ...]:
 
 
 def _packing(formats: SiteFormats, spec: ModelSpec) -> StoredPacking | None:
-    """Describe codes of several formats; None if all have one, which a format of `--quantization` serves as its own."""
+    """Describe codes of several formats; None if all have the same, which a format of `--quantization` keeps."""
     if len({form for forms in formats.values() for form in forms}) == 1:
         return None
     layers = range(spec.num_layers)

@@ -51,8 +51,8 @@ _ALL: tuple[type[QuantFormat], ...] = (*_ROUNDING, *_STORED)
 FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 """Every format by its name, which `--quantization` takes."""
 _OF_FLOATS = {"bitsandbytes": "int8", "eetq": "int8", "bitsandbytes-nf4": "nf4", "bitsandbytes-fp4": "fp4"}
-"""What TGI's names of methods that round floats at the start stand for. int8 has a scale for every 32 inputs, theirs
-for every output.
+"""Formats for TGI's names of methods that round floats at the start. int8 has a scale for every 32 inputs, theirs has
+one for every output.
 """
 
 
@@ -73,8 +73,8 @@ def select_format(stored: StoredWeights, name: str = "auto", group: int | None =
 
 
 def _meant(name: str, stored: StoredWeights) -> str:
-    """Return the format that a name stands for: of bitsandbytes and EETQ, for a checkpoint of floats another than for
-    one of theirs.
+    """Return the format that a name stands for. The names of bitsandbytes and EETQ mean another format for a checkpoint
+    of floats than for one of theirs.
     """
     if stored.packing is None:
         return _OF_FLOATS.get(name, name)
@@ -88,7 +88,7 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes
         name: one of `FORMATS`, or formats by part.
         ops: kernels that will compute with the weights.
         group: inputs that share a scale; None takes the format's default.
-        keep_int8_codes: whether 8-bit codes of a file stay as they are in a format of fewer bits.
+        keep_int8_codes: whether 8-bit codes of a file stay unchanged in a format of fewer bits.
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
     """
@@ -96,7 +96,7 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes
 
 
 def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
-    """Return the class of a format: one of `FORMATS`, or what `attn=int4,mlp=q3h` describes.
+    """Return the class of a format: one of `FORMATS`, or of formats by part such as `attn=int4,mlp=q3h`.
 
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
@@ -104,7 +104,7 @@ def find_format(name: str, group: int | None = None) -> type[QuantFormat]:
     if names_parts(name):
         return parts_format(name, group)
     if name not in FORMATS:
-        # mixed cannot be chosen: it is what a checkpoint of several methods is.
+        # "mixed" cannot be chosen: it only describes checkpoints.
         choices = ", ".join(known for known in FORMATS if known != MixedFormat.name)
         raise UnsupportedFormat(
             f"--quantization {name!r:.60} is unknown; choose from auto, {choices}, "

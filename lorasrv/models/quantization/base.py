@@ -26,7 +26,7 @@ class Linear(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this linear, without those that it shares with an embedding."""
+        """Return the bytes of this linear, without those shared with an embedding."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Fit(IntEnum):
     """Rate a checkpoint for a format, worst first; `--quantization auto` takes the best of all formats."""
 
     REFUSED = 0
-    # Serves it if selected by name.
+    # Serves it only if selected by name.
     ON_REQUEST = 1
     # Leaves the weights as floats.
     FLOATS = 2
@@ -84,20 +84,20 @@ class Acceptance:
     """Hold a format's rating of a checkpoint, with its reason and settings."""
 
     fit: Fit
-    # Why, as an error message says it: a refusal names the fix.
+    # Reason for an error message: a refusal names the fix.
     reason: str
     # Inputs that share a scale; None for formats without groups.
     group: int | None = None
-    # Whether 8-bit codes that the file has for some linears stay as they are in a format of fewer bits.
+    # Whether the file's 8-bit codes of some linears stay unchanged in a format of fewer bits.
     keep_int8_codes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Hold the facts of a checkpoint that formats judge it by."""
+    """Hold the facts by which formats rate a checkpoint."""
 
     spec: ModelSpec
-    # A typical linear as the codes that the file holds; None where it holds floats.
+    # A typical linear as the file's codes; None if the file holds floats.
     codes: GroupQuantizedWeight | None
     packing: StoredPacking | None = None
 
@@ -120,13 +120,13 @@ class QuantFormat(ABC):
 
     # Value of --quantization that selects the format.
     name: ClassVar[str]
-    # Values of --quantization-group that the format has; empty for formats without groups.
+    # Values of --quantization-group that the format supports; empty for formats without groups.
     groups: ClassVar[tuple[int, ...]] = ()
-    # Approximate bits of a weight, scales included, in the layers' linears and in embedding and head; None for those of
-    # the dtype.
+    # Approximate bits per weight, including scales, in the layers' linears, and in embedding and head; None: the bits
+    # of the dtype.
     linear_bits: ClassVar[float | None] = None
     table_bits: ClassVar[float | None] = None
-    # Whether linears compute with `Ops` alone, so that a row's results depend on other rows only if those of `Ops` do.
+    # Whether linears compute only with `Ops`: then a row's results depend on other rows only if those of `Ops` do.
     is_batch_invariant: ClassVar[bool] = False
 
     @classmethod
@@ -161,7 +161,7 @@ class QuantFormat(ABC):
         return self
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        """Return whether weights that a file holds as such codes are taken as they are, without rounding again."""
+        """Return whether such codes of a file are kept unchanged, without rounding again."""
         del codes
         return False
 
@@ -172,7 +172,7 @@ class QuantFormat(ABC):
         Args:
             weight: [O, H] floats of any kind, or codes that the format keeps.
             bias: [O] floats, or None.
-            dtype: of weights that stay floats.
+            dtype: dtype of weights that stay floats.
         Raises:
             UnsupportedFormat: the format cannot hold this weight.
         """
@@ -183,10 +183,10 @@ class QuantFormat(ABC):
         """Pack a linear whose outputs come in parts with the same inputs: floats, and codes that the format keeps.
 
         Args:
-            parts: at least one of codes; those of one kind fit no single weight.
-            bias, dtype: as `linear`.
+            parts: at least one has codes. Use this for parts that do not fit into a single weight.
+            bias, dtype: as for `linear`.
         Raises:
-            UnsupportedFormat: as `linear`.
+            UnsupportedFormat: as for `linear`.
         """
         raise NotImplementedError(f"{self.name} keeps no codes")
 
@@ -195,7 +195,7 @@ class QuantFormat(ABC):
         """Pack an embedding. weight [V, H]: floats of any kind, or codes of 256 levels."""
 
     def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
-        """Pack the head of a model that has its own, [V, H]: as `linear` does, in some formats more finely."""
+        """Pack the head of a model with a head of its own, [V, H], as `linear` does; some formats use more bits."""
         return self.linear(weight, None, dtype)
 
     @abstractmethod

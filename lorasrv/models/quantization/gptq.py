@@ -14,7 +14,7 @@ from lorasrv.models.quantization.rounding import MOST_HALF, Range, check_magnitu
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 DAMPING = 0.05
-"""Part of the mean moment that is added to every input, because a calibration text does not show everything."""
+"""Share of the mean moment that is added to every input, because a calibration text does not cover all inputs."""
 _BLOCK = 64
 _PARTS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72)
 RANGES = tuple((low, high) for low, high in product(_PARTS, _PARTS) if abs(low - high) < 0.2)

@@ -4,8 +4,8 @@ int8: symmetric codes with a scale for every 32 inputs of an output; codes of GG
 between a minimum and a maximum of each group; codes of GGUF's Q4_0 and Q4_1 are kept. q3h: 11 levels for each group of
 64, two weights in seven bits, an fp16 scale and minimum, 4 bits per weight in total.
 
-The embedding and the head keep 8 bits in all formats: they are read once a step, and their errors affect every token. A
-tied head shares the embedding's bytes.
+The embedding and the head keep 8 bits in all formats: they are read only once per step, and their errors affect every
+token. A tied head shares the embedding's bytes.
 
 Source: Q3H of Inferflow (Shi et al. 2024), between 3 and 4 bits in size and quality.
 """

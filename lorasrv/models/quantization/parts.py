@@ -1,6 +1,6 @@
 """Store the linears of a layer in different formats: `--quantization attn=int4,mlp=q3h`.
 
-Sites that the option leaves out get 8 bits, as embedding and head do.
+Sites that the option leaves out get 8 bits, like embedding and head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _FORMATS: dict[str, type[GroupQuantFormat]] = {fmt.name: fmt for fmt in (Int8For
 
 
 class PartsFormat(QuantFormat):
-    """Pack each site in its own format; a subclass, which `parts_format` makes, has the value of the option."""
+    """Pack each site in its own format; `parts_format` creates a subclass for a value of the option."""
 
     is_batch_invariant = True
     table_bits = 8.5

@@ -16,13 +16,13 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuan
 _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127
 _TABLE_SCALES = tuple(64 + i / 20 for i in range((_MAX_INT8 - 64) * 20 + 1))
-"""What the largest of 16 values may become in a table of int8."""
+"""Candidates for the largest of 16 values in a table of int8."""
 MOST_HALF = 65_504.0
 """Largest number of fp16."""
 _SMALLEST = 2.0**-24
 """Smallest positive number of fp16: no scale may become 0."""
 _SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
-"""Shares of a group's range that are tried: cutting off the ends may cost less than coarser steps for all weights."""
+"""Shares of a group's range that are tried: clipping the ends may cost less than coarser steps for all weights."""
 
 
 def check_group(weight: Tensor, group: int, option: str) -> None:
@@ -36,10 +36,10 @@ def check_group(weight: Tensor, group: int, option: str) -> None:
 
 
 def check_magnitude(weight: Tensor, most: float) -> None:
-    """Check that no weight is larger than a format's factors reach.
+    """Check that no weight exceeds the range of a format's factors.
 
     Raises:
-        UnsupportedFormat: one is.
+        UnsupportedFormat: one does.
     """
     low, high = torch.stack(weight.aminmax()).tolist()
     if not (-most <= low and high <= most):
@@ -50,7 +50,7 @@ def check_magnitude(weight: Tensor, most: float) -> None:
 
 
 def indivisible_reason(inputs: int, group: int) -> str:
-    """Return the reason and the fix where the inputs of a linear are no whole number of groups."""
+    """Return the reason and the fix for a linear whose inputs are not a whole number of groups."""
     return (
         f"groups of {group} do not divide the {inputs} inputs of a linear; "
         "choose another --quantization-group, or --quantization none"
@@ -58,7 +58,7 @@ def indivisible_reason(inputs: int, group: int) -> str:
 
 
 def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
-    """Round weight [O, H] floats to int8 codes with one fp16 scale a group: the group's largest magnitude / 127.
+    """Round weight [O, H] floats to int8 codes with one fp16 scale per group: the group's largest magnitude / 127.
 
     Raises:
         UnsupportedFormat: weights that are too large for such scales.
@@ -148,11 +148,11 @@ def _by_chunks(weight: Tensor, group: int, levels: int, rounded) -> GroupQuantiz
 
 
 def table_codes(codes: Tensor, largest: Tensor, values: Tensor) -> GroupQuantizedWeight:
-    """Return codes into a table near to some values.
+    """Return codes into a table that approximates some values.
 
     Args:
         codes: [O, H] uint8 below 16.
-        largest: [O, G] fp32, what the values of each group are multiplied with.
+        largest: [O, G] fp32, the factor of the values of each group.
         values: [16] fp32, not all 0.
     """
     entries, unit = byte_table(tuple(values.tolist()))
@@ -162,7 +162,7 @@ def table_codes(codes: Tensor, largest: Tensor, values: Tensor) -> GroupQuantize
 
 @cache
 def byte_table(values: tuple[float, ...]) -> tuple[tuple[int, ...], float]:
-    """Return whole numbers of at most 127, and the unit by which they are nearest to values (least squares)."""
+    """Return whole numbers of at most 127, and the unit with which they approximate the values best (least squares)."""
     exact = torch.tensor(values, dtype=torch.float64)
     most = float(exact.abs().max())
 

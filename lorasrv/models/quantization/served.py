@@ -1,4 +1,4 @@
-"""Describe the weights of a base as they are served, beside those of its checkpoint."""
+"""Describe the weights of a base as they are served, compared with those of its checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +14,17 @@ class ServedWeights:
     format: str
     # None for a file of floats, or GGUF.
     packing: StoredPacking | None = None
-    # Linears of layers that the file has as codes: kept, and made from dequantized weights.
+    # Numbers of layers' linears that the file has as codes: kept as codes, and made from dequantized weights.
     kept: int = 0
     remade: int = 0
     # Mean bits of a weight of the layers' linears in memory, with scales.
     bits_per_weight: float = 0.0
-    # What the format changes in these weights: root mean square of the change over that of the weights.
+    # Change of these weights by the format: root mean square of the change over that of the weights.
     error: float = 0.0
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the linears of the layers have the values that the file gives."""
+        """Return whether the linears of the layers have exactly the file's values."""
         return self.error == 0.0
 
     def line(self) -> str:

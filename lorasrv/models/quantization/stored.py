@@ -1,9 +1,9 @@
-"""Serve checkpoints that are quantized already as they are: those of libraries for transformers, GGUF, and what
-`lorasrv quantize` has made in several formats.
+"""Serve quantized checkpoints unchanged: those of libraries for transformers, GGUF files, and files that `lorasrv
+quantize` has written in several formats.
 
-Linears keep the codes, scales and zeros of the file, or what its loader makes of values that no codes give; linears
-that the file holds as floats stay floats. Embedding and head keep 8 bits, as in the formats that round, unless the file
-has the head as codes.
+Linears keep the codes, scales and zeros of the file, or the loader's approximation of values that no codes give;
+linears that the file holds as floats stay floats. Embedding and head keep 8 bits, as in the formats that round, unless
+the file has the head as codes.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from sgmv_kernels.ops import Ops
 
 
 class SideBySideLinear:
-    """Multiply by linears with the same inputs, of which some hold floats; see `Linear`."""
+    """Multiply by several linears with the same inputs, some of which hold floats; see `Linear`."""
 
     can_be_recorded = False
 
@@ -43,7 +43,7 @@ class StoredFormat(QuantFormat):
     linear_bits = 4.25
     table_bits = 8.5
     is_batch_invariant = True
-    # Says whose files they are, for messages.
+    # Origin of the files, for messages.
     title: ClassVar[str]
 
     def __init__(self, ops: Ops) -> None:
@@ -136,6 +136,6 @@ class GgufFormat(StoredFormat):
 
 
 class MixedFormat(StoredFormat):
-    """Keep what `lorasrv quantize` has made in several formats; see `QuantizedCheckpoint`."""
+    """Keep the codes of `lorasrv quantize` in several formats; see `QuantizedCheckpoint`."""
 
     name, title = "mixed", "mixed"

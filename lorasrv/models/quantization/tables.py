@@ -1,6 +1,6 @@
-"""Store weights as one of 16 values times the largest magnitude of a group: NF4 and FP4, as bitsandbytes has them.
+"""Store weights as one of 16 values times the largest magnitude of a group: NF4 and FP4, as in bitsandbytes.
 
-The values are held as a table of bytes, which changes weights by 0.5 % (NF4) or 0.35 % (FP4) beside exact values.
+The values are held as a table of bytes, which changes weights by 0.5 % (NF4) or 0.35 % (FP4) relative to exact values.
 Source: NF4, QLoRA (Dettmers et al. 2023).
 """
 
@@ -17,7 +17,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 _SMALLEST = 2.0**-126
 """Smallest normal number of fp32: no group's largest magnitude may become 0."""
 _CHUNK = 1 << 20
-"""Weights that are rounded at a time."""
+"""Number of weights that are rounded at a time."""
 
 
 class TableFormat(GroupQuantFormat):
@@ -32,7 +32,7 @@ class TableFormat(GroupQuantFormat):
 
     @classmethod
     def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
-        # Codes of the file are others.
+        # This format does not keep codes of the file.
         floats = StoredWeights(stored.spec, None)
         return super().accepts(floats, group)
 

@@ -14,8 +14,8 @@ from sgmv_kernels.ops import Ops
 class FloatLinear:
     """Multiply by floats [O, H]; see `Linear`.
 
-    Weights are converted to the dtype of the activations for each product. On a CPU that widens bf16 to fp32: sums are
-    fp32, and CPUs without bf16 arithmetic are faster that way.
+    Each product converts the weights to the dtype of the activations. On a CPU that widens bf16 to fp32: sums are fp32,
+    and CPUs without bf16 arithmetic are faster this way.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""Read checkpoints whose linears are quantized already, one file for each format; values are never rounded again."""
+"""Read checkpoints whose linears are quantized already, with one module per format; values are not rounded again."""

@@ -6,11 +6,11 @@ Tensors of a module, O outputs, H inputs, G groups of a row; words are int32 of 
     gemv   qweight [O, H / 8], qzeros [O, W], scales [O, 8 W]: fields along the inputs and groups, in order; W is G / 8,
            rounded up to a multiple that depends on the size of groups
 
-gemv_fast has qweight [O / 4, H] of int16, scales and qzeros [8 W, O] floats, qzeros being -zero * scale. A row of
-qweight is four outputs. It has their fields of 64 inputs one after another, four to a word. Every 32 inputs lie in the
-order of `FAST_INPUTS`.
+gemv_fast has qweight [O / 4, H] of int16, and scales and qzeros [8 W, O] as floats, where qzeros is -zero * scale. A
+row of qweight holds four outputs, with the fields of 64 inputs of each in turn, four to a word. Every 32 inputs are in
+the order of `FAST_INPUTS`.
 
-A weight is (q - zero) * scale, of gemv_fast q * scale + qzero.
+A weight is (q - zero) * scale; for gemv_fast it is q * scale + qzero.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,8 @@ OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 FAST_INPUTS = tuple(
     int(i) for i in torch.arange(32).view(4, 4, 2).transpose(0, 1).reshape(4, 4, 2).transpose(1, 2).reshape(32)
 )
-"""Input of each field of 32: of every eight, pairs from four places, their first numbers before their second."""
+"""Input of each of 32 fields: every eight fields hold pairs from four places, first the first inputs of the pairs, then
+the second ones."""
 _FAST_STRIDE, _FAST_OUTPUTS = 64, 4
 _WORDS = ("I32",)
 
@@ -113,7 +114,7 @@ class AwqModules:
 
 
 def _zeros_width(groups: int, group: int) -> int:
-    """Return the words that hold the zeros of an output, with those that are left empty."""
+    """Return the number of words for the zeros of an output, including empty ones."""
     padded_to = max(1, 128 // group)
     width = -(-groups // FIELDS)
     return -(-width // padded_to) * padded_to

@@ -8,8 +8,8 @@ Tensors of a module, O outputs, H inputs:
             of every block; quant_map [16]; a JSON text as bytes in quant_state.bitsandbytes__nf4 or __fp4. A weight is
             quant_map[q] * absmax. Nested absmax is uint8: nested_quant_map[absmax] * nested_absmax + nested_offset
 
-The 16 values of NF4 and FP4 lie on no line: they become a table of bytes, which is near to them. Where blocks
-span rows, weights are rounded to 8 bits, with a scale for every 32.
+The 16 values of NF4 and FP4 are not evenly spaced: they are approximated by a table of bytes. If blocks span rows,
+weights are rounded to 8 bits, with a scale for every 32.
 """
 
 import json
@@ -30,9 +30,9 @@ from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 _STATE = ".weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 _ANY = ("U8", "I8", "F16", "BF16", "F32")
-"""Dtypes that the bytes of codes may be stored as."""
+"""Dtypes under which the bytes of codes may be stored."""
 _BYTE_TABLE = "the 16 values of a code are held in 8 bits, which changes weights by 0.5 % at most (rms)"
-"""What is said of NF4, whose weights change by 0.49 % if they are normal numbers, and FP4: 0.35 %."""
+"""Description for NF4, whose weights change by 0.49 % if they are normally distributed, and FP4: 0.35 %."""
 _LEAST_GROUP = 32
 _ROWS = 0
 
@@ -57,10 +57,10 @@ class BitsAndBytesModules:
         self.rounding = ROUNDED if spanning else _BYTE_TABLE if self._states else ""
 
     def _check_rows(self, module: str) -> None:
-        """Check that a weight of 8 bits lies in rows.
+        """Check that a weight of 8 bits is stored in rows.
 
         Raises:
-            UnsupportedModel: it lies in tiles.
+            UnsupportedModel: it is stored in tiles.
         """
         name = f"{module}.weight_format"
         if name not in self._tensors:

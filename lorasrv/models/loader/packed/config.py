@@ -11,7 +11,8 @@ METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8", "hqq", "e
 _SAME = {"fbgemm-fp8": "fp8"}
 """Other names of a method."""
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which AutoGPTQ and AutoAWQ describe what config.json does not, and the method where they name none."""
+"""Files in which AutoGPTQ and AutoAWQ describe the quantization if config.json does not, and the method if they name
+none."""
 _KEYS = ("quantization_config", "compression_config")
 
 
@@ -20,12 +21,12 @@ class QuantizationSettings:
     """Hold how a checkpoint was quantized: one of `METHODS`, and the file's own table."""
 
     method: str
-    # Of the configuration, for messages.
+    # Name of the configuration's file, for messages.
     file: str
     values: Mapping[str, Any]
 
     def whole(self, *keys: str) -> int:
-        """Return a whole number that one of these keys has."""
+        """Return the whole number under one of these keys."""
         for key in keys:
             if key in self.values:
                 number: int = self._checked(key, int, "a whole number")
@@ -65,7 +66,7 @@ class QuantizationSettings:
         return QuantizationSettings(self.method, self.file, values)
 
     def pattern(self, text: str) -> re.Pattern[str]:
-        """Return a regular expression that the configuration has."""
+        """Compile a regular expression of the configuration."""
         try:
             return re.compile(text)
         except re.error as error:
@@ -84,7 +85,7 @@ def find_quantization(
     """Return how a checkpoint was quantized; None for one of floats.
 
     Args:
-        config: of config.json.
+        config: contents of config.json.
         read: reads another JSON file of the directory; an empty table if it does not exist.
     Raises:
         UnsupportedModel: a method that is not supported; the message names it.

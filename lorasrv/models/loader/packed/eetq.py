@@ -1,9 +1,9 @@
 """Read EETQ checkpoints: 8 bits with a scale for each output, in the order of CUTLASS's kernels for mixed inputs.
 
 Tensors of a module, O outputs, H inputs: qweight (weight, in newer files) [H, O] int8, and weight_scales [O]. The bytes
-of the weight [O, H] have gone through four steps: every 16 inputs, as eight pairs, come to lie in the order 0 4 1 5 2 6
-3 7; of two outputs, 64 inputs lie side by side in turn; 128 is added; and the second and the third of every four bytes
-change places. A weight is (byte - 128) * scale.
+of the weight [O, H] have gone through four steps: the eight pairs of every 16 inputs are put in the order 0 4 1 5 2 6 3
+7; 64 inputs each of two outputs alternate; 128 is added; and the second and the third of every four bytes are swapped.
+A weight is (byte - 128) * scale.
 
 Source: the weight preprocessing of FasterTransformer (NVIDIA), for sm75 to sm89, which EETQ uses.
 """

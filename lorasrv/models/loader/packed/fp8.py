@@ -3,7 +3,7 @@
 Tensors of a module, O outputs, H inputs: weight [O, H] e4m3, and weight_scale or weight_scale_inv, one number, [O] or
 [O, 1], or one for each block of `weight_block_size` outputs and inputs (compressed-tensors: `block_structure`). A
 weight is q * scale, whatever the scale's name. Scales of activations are not used. Weights are rounded to 8 bits with a
-scale for every 32, as a CPU multiplies no e4m3.
+scale for every 32, because CPUs cannot multiply e4m3.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Fp8Modules:
 
 
 def _block_size(settings: QuantizationSettings) -> list[int]:
-    """Return the outputs and inputs of a block with one scale; nothing if there are no blocks."""
+    """Return the numbers of outputs and inputs of a block with one scale; empty if there are no blocks."""
     groups = settings.table("config_groups").items()
     schemes = [settings.inner(f"config_groups {name!r:.60}", group) for name, group in groups]
     weights = [scheme.inner("weights", scheme.values["weights"]) for scheme in schemes if scheme.values.get("weights")]

@@ -1,6 +1,6 @@
 """Read HQQ checkpoints, as transformers saves them.
 
-Tensors of a module, O outputs, H inputs, N groups of `group_size`, b bits; what is no array is stored as a scalar:
+Tensors of a module, O outputs, H inputs, N groups of `group_size`, b bits; values other than arrays are scalars:
 
     W_q          fields of the weight seen as [N, group] (axis 1) or [group, N] (axis 0), `group` being neighbours of
                  the flattened weight for axis 1: a byte, or an int32 of 3 bits, holds rows of as many equal parts as

@@ -1,4 +1,4 @@
-"""Define what the reader of a quantized format gives, and choose one by method."""
+"""Define the interface of readers of quantized formats, and choose one by method."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -27,7 +27,7 @@ class PackedModules(Protocol):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Return the bits of every module's codes as `codes` gives them."""
+        """Return the bits of every module's codes as `codes` returns them."""
         ...
 
     def shape(self, module: str) -> tuple[int, int]:
@@ -40,11 +40,11 @@ class PackedModules(Protocol):
 
     @property
     def rounding(self) -> str:
-        """Say how codes differ from the file's weights; "" if they do not."""
+        """Return how codes differ from the file's weights; "" if they do not."""
         ...
 
     def weight(self, module: str) -> Tensor:
-        """Read the weight of a module as the file has it, [O, H] fp32.
+        """Read the exact weight of a module, [O, H] fp32.
 
         Raises:
             CorruptModel, UnsupportedModel: as `codes`.

@@ -1,4 +1,4 @@
-"""Unpack the fields of a checkpoint's integers, and make of them the codes that kernels take.
+"""Unpack the fields of a checkpoint's integers, and convert them to the codes that kernels take.
 
 Shapes: O outputs, H inputs, G groups of a row. Fields are whole numbers of a few bits, unsigned.
 """
@@ -19,7 +19,7 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
 
     Args:
         words: [..., N] integers of any width.
-        bits: of a field.
+        bits: bits of a field.
     Returns: [..., N * width // bits] uint8; of 3, 5, 6 and 7 bits, fields may lie in two words.
     """
     stream = byte_stream(words)
@@ -41,14 +41,14 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
 
 def byte_stream(words: Tensor) -> Tensor:
     """Return the bytes of words [..., N], [..., N * their size] uint8."""
-    # A dimension of 1 may have any stride, which a view of other elements does not take.
+    # A dimension of size 1 may have any stride, but a view with another dtype does not accept that.
     return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.itemsize)
 
 
 def _spread_bytes(stream: Tensor, bits: int) -> Tensor:
-    """Give each field of 2 or 4 bits of a stream of bytes a byte of its own; a chunk at a time, which stays in a cache.
+    """Spread each field of 2 or 4 bits of a stream of bytes to its own byte, in chunks that stay in the CPU cache.
 
-    A byte becomes a wide number, in whose bytes shifted copies of it put one field each.
+    A byte becomes a wide number; shifted copies put one field into each byte of it.
     """
     fields, flat = torch.empty(stream.numel() * 8 // bits, dtype=torch.uint8), stream.view(-1)
     kind, mask = (torch.int16, 0x0F0F) if bits == 4 else (torch.int32, 0x03030303)
@@ -86,7 +86,7 @@ def sorted_inputs(name: str, groups_of: Tensor, groups: int) -> Tensor | None:
     """Return the inputs in the order of their groups.
 
     Args:
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
         groups_of: [H] the group of each input.
         groups: number of groups.
     Returns: [H] int32; None if they are in that order.
