@@ -146,8 +146,8 @@ class LimitExceeded(RetryLater):
 
 
 class ReplicaLost(LorasrvError):
-    """Report that the replica of an answer is gone and that no other could begin or continue it. Partial output is not
-    an answer.
+    """Report that the replica of an answer is gone and no other could begin or continue it. Partial output is not an
+    answer.
     """
 
 

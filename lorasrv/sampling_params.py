@@ -1,6 +1,6 @@
 """Define a request's options of sampling, beam search, watermark and text, and the ranges of their fields. Torch-free.
 
-docs/sampling.md explains the options. NaN is in no range, as every comparison with it is false.
+docs/sampling.md explains the options. NaN is outside every range, because every comparison with it is false.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Watermark:
     """Configure a watermark.
 
     Raises:
-        ConfigError: a value is out of range; names the option.
+        ConfigError: a value is out of range; the message names the option.
     """
 
     # Share of tokens that are green.
@@ -41,7 +41,7 @@ MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
-"""Most likeliest tokens that a request may ask for at each position."""
+"""Largest number of likeliest tokens that a request may ask for at each position."""
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
@@ -78,20 +78,20 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     typical_p: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    # No others are chosen; None: all may be.
+    # Only these tokens may be chosen; None: all.
     allowed_token_ids: tuple[int, ...] | None = None
-    # Texts that are not written, as far as tokens spell them in the usual way.
+    # Texts that the answer must not contain, as far as they are spelled with the usual tokens.
     bad_words: tuple[str, ...] = ()
-    # No n-gram of so many tokens comes twice, those of the prompt included; 0: off.
+    # No n-gram of so many tokens occurs twice, including those of the prompt; 0: off.
     no_repeat_ngram_size: int = 0
     min_tokens: int = 0
-    # True: with the server's own watermark.
+    # True: the server's own watermark.
     watermark: bool | Watermark = False
     fsd_alpha: float = 0.0
     fsd_ngram: int = 3
     # Tokens that end an answer, which `min_tokens` bans; filled in at admission.
     end_token_ids: tuple[int, ...] = ()
-    # Tokens of `bad_words`, of which the last one is banned behind the others; filled in at admission.
+    # Tokens of `bad_words`: the last one is banned after the others; filled in at admission.
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -135,7 +135,7 @@ class SamplingParams:
 
     @property
     def takes_logits_alone(self) -> bool:
-        """Return whether the choice takes the logits of its row and nothing of the text, and tells only the token."""
+        """Return whether the choice needs only the logits of its row, not the text, and returns only the token."""
         return not self.changes_logits and self.logprobs is None and self.prompt_logprobs is None
 
     @property
@@ -156,7 +156,7 @@ _OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
 
 def _check_types(p: SamplingParams) -> None:
-    """Check what Python code passes; bodies of requests are typed."""
+    """Check the types of values from Python code; bodies of requests are typed already."""
     for names, kind, what in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
         for name in names:
             value = getattr(p, name)
@@ -223,7 +223,7 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
     """Check the fields that depend on the vocabulary.
 
     Raises:
-        InvalidRequest: a token does not exist, or no token is left; `param` names the field.
+        InvalidRequest: a token does not exist, or no token may be chosen; `param` names the field.
     """
     in_range = f"must contain token ids in [0, {vocab_size})"
     _check(all(0 <= token < vocab_size for token in p.stop_token_ids), "stop_token_ids", in_range)
@@ -235,10 +235,10 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
 
 
 def check_constrained(p: SamplingParams) -> None:
-    """Check that a grammar alone decides what is written, and where the answer ends.
+    """Check that only a grammar decides what is written and where the answer ends.
 
     Raises:
-        InvalidRequest: a field decides it, too; `param` names the field.
+        InvalidRequest: a field also decides this; `param` names the field.
     """
     for name in ("ignore_eos", "min_tokens"):
         _check(not getattr(p, name), name, "contradicts a grammar, which says where the answer ends")
@@ -266,7 +266,8 @@ class BeamOptions:
     width: int
     # Scores are divided by length to this power.
     length_penalty: float = 1.0
-    # When to stop: True with `width` whole answers, False when no beam is likely to beat them, "never" when none can.
+    # When to stop: True: with `width` whole answers; False: when no beam is likely to beat them; "never": when none
+    # can.
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
@@ -283,14 +284,14 @@ class BeamOptions:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Choose which text the tokens of an answer become."""
+    """Choose how the tokens of an answer become text."""
 
-    # Special tokens have no text, but for those that are shown.
+    # Special tokens have no text, except those that are to be shown.
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
-    # Without a leading blank that the tokenizer would strip. False where the text goes on with the prompt's.
+    # Whether a leading space that the tokenizer would strip is removed. False if the text continues the prompt's.
     strip_start: bool = True
-    # With the stop string or stop token that ends the answer.
+    # Whether the text includes the stop string or stop token that ends the answer.
     keep_stop: bool = False
 
 

@@ -1,7 +1,7 @@
 """Scheduler output: one step as plain data, from the scheduler to the model runner, and its results. No torch.
 
-Rebuilt for every step, never memoised: adapters move and leave between steps (a memo on the set of requests once
-answered with another user's adapter, vllm#47724).
+Rebuilt for every step and never cached: adapters move and leave between steps (in vllm#47724, a cache by the set of
+requests answered with another user's adapter).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from sgmv_kernels.metadata.draft_trees import ROOT
 
 _NO_ROWS = range(0)
 PENDING = -1
-"""Stands for the token that the step before, which is in flight, samples for the same request."""
+"""Placeholder of the token that the previous step, still in flight, samples for the same request."""
 
 
 class PageCopy(NamedTuple):
@@ -31,10 +31,10 @@ class PageCopy(NamedTuple):
 
 
 class SlotMoves(NamedTuple):
-    """Move keys and values of a sequence's tokens, in every layer, to slots in front; its first token's slot is 0."""
+    """Move keys and values of a sequence's tokens, in every layer, to earlier slots; its first token has slot 0."""
 
     page_table: Sequence[int]
-    # Both ascending, no target behind its source: a token is read before its slot is written.
+    # Both ascending, no target after its source: a token is read before its slot is written.
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
@@ -82,37 +82,37 @@ class PeerSnapshot(NamedTuple):
 
     name: SnapshotName
     peer: Peer
-    # What has to be equal there.
+    # Facts that must be equal at the peer.
     facts: Facts
-    # Of the pages that are wanted, in order.
+    # Digests of the wanted pages, in order.
     digests: tuple[bytes, ...]
-    # Place of the first of them in the prompt.
+    # Place of the first wanted page in the prompt.
     first: int
-    # Prompt up to the end of the last of them.
+    # Prompt up to the end of the last wanted page.
     token_ids: tuple[int, ...]
-    # Whose prompt it is.
+    # The request with this prompt.
     message: EngineCoreRequest
     # Longest time until the pages are in host memory.
     wait_s: float
 
     @property
     def num_pages(self) -> int:
-        """Return the number of pages that are wanted."""
+        """Return the number of wanted pages."""
         return len(self.digests)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOrders:
-    """List what is to be done with snapshots of prefixes beside the step."""
+    """List the orders for snapshots of prefixes, executed while the step runs."""
 
-    # Read to host memory.
+    # Snapshots to read into host memory.
     loads: tuple[SnapshotFile | PeerSnapshot, ...] = ()
-    # Copy from host memory: the place of each page in the snapshot, and the page, which nothing reads before it is
-    # done.
+    # Snapshots to copy from host memory: (place in the snapshot, page) of each page. Nothing reads these pages before
+    # the copy is done.
     copies: tuple[tuple[SnapshotName, tuple[tuple[int, int], ...]], ...] = ()
     # Loads and host copies that are not needed any more.
     cancels: tuple[SnapshotName, ...] = ()
-    # Write these pages to the disk; they are read before the step computes.
+    # Pages to write to the disk; they are read before the step computes.
     saves: tuple[tuple[SnapshotFile, tuple[int, ...]], ...] = ()
 
 
@@ -122,18 +122,18 @@ PageOp = CopyPages | SwapOut | SwapIn | DropSwap
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrders:
-    """List what the loader is to do beside the step."""
+    """List the orders for the loader, executed while the step runs."""
 
-    # Load to host memory.
+    # Adapters to load into host memory.
     loads: tuple[AdapterKey, ...] = ()
-    # Copy from host memory to pages that nothing reads before the copy is done.
+    # Adapters to copy from host memory; nothing reads their pages before the copy is done.
     copies: tuple[tuple[AdapterKey, PlacedAdapter], ...] = ()
     # Loads and host copies that are not needed any more.
     cancels: tuple[AdapterKey, ...] = ()
 
 
 class ModelDraft(NamedTuple):
-    """Hold the tokens that a model on the worker expects behind those that a step has said."""
+    """Hold the tokens that a draft model on the worker expects after the new tokens of a step."""
 
     token_ids: tuple[int, ...]
     # Probability that the model gives to each, if those before it are right.
@@ -142,20 +142,20 @@ class ModelDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrafterOutput:
-    """Hold what the models on the worker have drafted at the end of a step."""
+    """Hold the drafts of a model on the worker at the end of a step."""
 
     drafts: Mapping[RequestId, ModelDraft] = field(default_factory=dict)
     seconds: float = 0.0
     num_passes: int = 0
-    # The model will never draft again.
+    # Whether the model has failed and will not draft again.
     has_failed: bool = False
 
 
 class ProbeTree(NamedTuple):
-    """Hold guessed tokens that a step computes to see what the model says behind them; none is accepted."""
+    """Hold guessed tokens that a step computes to learn their likeliest continuations; none is accepted."""
 
     token_ids: tuple[int, ...]
-    # Index of each one's parent among them, before it, or -1 for the last known token.
+    # Index of each token's parent, which precedes it, or -1 for the last known token.
     parents: tuple[int, ...]
 
 
@@ -163,18 +163,18 @@ NO_PROBES = ProbeTree((), ())
 
 
 class PlannedDrafts(NamedTuple):
-    """Plan what a step verifies of an answer, and what is drafted for the next one."""
+    """Plan the drafts that a step verifies for an answer, and those requested for the next step."""
 
-    # A chain that continues the known tokens, or a tree with `parents`, and who has proposed each.
+    # A chain that continues the known tokens, or a tree with `parents`; and the drafter of each token.
     token_ids: tuple[int, ...] = ()
     drafters: tuple[str, ...] = ()
-    # The model on the worker that is asked for `num_asked` tokens behind those that the step will have said.
+    # The draft model on the worker that is asked for `num_asked` tokens after the step's new tokens.
     asked: str = ""
     num_asked: int = 0
-    # Index of each token's parent among the tokens, before it, or -1 for the last known token. They lie in consecutive
+    # Index of each token's parent, which precedes it, or -1 for the last known token. The tokens lie in consecutive
     # slots; their positions follow from their depths. Empty: a chain.
     parents: tuple[int, ...] = ()
-    # In the slots behind those of the draft tokens.
+    # Probes, in the slots after those of the draft tokens.
     probes: ProbeTree = NO_PROBES
 
 
@@ -183,10 +183,10 @@ NO_DRAFTS = PlannedDrafts()
 
 @record
 class ScheduledRequest:
-    """Describe what a step computes of one request."""
+    """Describe what a step computes for one request."""
 
     request_id: RequestId
-    # Tokens to compute, the draft tokens and then the probes last; the last known one may be `PENDING`.
+    # Tokens to compute: known ones, draft tokens, then probes; the last known one may be `PENDING`.
     token_ids: tuple[int, ...]
     # Position of the first of them.
     start: int
@@ -197,10 +197,10 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     num_generated: int
-    # Prompt and answer so far: the scheduler's own list, to be read within the step only.
+    # Prompt and answer so far: the scheduler's own list; read it only within the step.
     history: Sequence[int] = ()
     constraint: ConstraintState | None = None
-    # Rows, counted from 0, whose logits give the log-probability of the prompt's next token, if asked for.
+    # Rows, counted from 0, whose logits give the log-probability of the prompt's next token, if requested.
     prompt_rows: range = _NO_ROWS
     account: Account = ("", None)
     drafts: PlannedDrafts = NO_DRAFTS
@@ -208,12 +208,12 @@ class ScheduledRequest:
     by_rejection: bool = False
     # Whether the adapter has Medusa heads.
     has_draft_heads: bool = False
-    # Tokens that may be said, if not as many as the base has; 0: as many.
+    # Number of tokens in the vocabulary; 0: as many as the base.
     vocab_size: int = 0
     kv_policy: KvPolicy | None = None
-    # Last tokens whose attention to each page is wanted.
+    # Number of last tokens whose attention to each page is observed.
     num_observed: int = 0
-    # (content, weight) of each term, where the adapter is a sum whose terms are apart in the pool.
+    # (content, weight) of each term, if the adapter is a sum whose terms are separate in the pool.
     summed: tuple[tuple[AdapterKey, float], ...] = ()
     # Number of draft tokens and probes.
     num_guessed_tokens: int = field(init=False)
@@ -227,7 +227,7 @@ class ScheduledRequest:
     def of(
         cls, request: Request, count: int, page_table: Sequence[int], drafts: PlannedDrafts = NO_DRAFTS
     ) -> "ScheduledRequest":
-        """Return what a step computes for the next `count` tokens of a request, with draft tokens behind them."""
+        """Return what a step computes for the next `count` tokens of a request, followed by draft tokens."""
         start, history, sampling = request.num_scheduled_tokens, request.token_ids, request.sampling
         message, expected = request.message, request.num_expected_tokens
         tokens = tuple(history[start : start + count])
@@ -267,7 +267,7 @@ class ScheduledRequest:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the step before samples its token."""
+        """Return whether the previous step samples its token."""
         return self.token_ids[-1] == PENDING
 
     @property
@@ -293,24 +293,24 @@ class ScheduledRequest:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return the number of tokens that are no guesses."""
+        """Return the number of tokens that are not guessed."""
         return len(self.token_ids) - self.num_guessed_tokens
 
     @property
     def num_logit_rows(self) -> int:
-        """Return the number of last rows that predict a next token: one of the last known token, and one per draft
+        """Return the number of last rows that predict a next token: one for the last known token, and one per draft
         token and probe."""
         return 1 + self.num_guessed_tokens if self.samples else 0
 
     def without_drafts(self) -> "ScheduledRequest":
-        """Return the request with its known tokens only."""
+        """Return the request with only its known tokens."""
         return replace(self, token_ids=self.token_ids[: self.num_known_tokens], drafts=NO_DRAFTS)
 
     def moves_along(self, path: Sequence[int]) -> SlotMoves:
-        """Return the moves that bring the draft tokens of a path to the slots behind the known tokens.
+        """Return the moves that bring the draft tokens of a path to the slots directly after the known tokens.
 
         Args:
-            path: their indices, from a child of the last known token down.
+            path: indices of these draft tokens, from a child of the last known token down.
         """
         first = self.start + self.num_known_tokens
         moves = [(first + index, first + depth) for depth, index in enumerate(path) if index != depth]
@@ -324,7 +324,7 @@ class ScheduledRequest:
         return tuple(self.history[first : first + len(self.prompt_rows)])
 
     def cut(self, count: int) -> "tuple[ScheduledRequest, ScheduledRequest]":
-        """Split a request without drafts into its first `count` tokens, which sample nothing, and the rest; to be
+        """Split a request without drafts into its first `count` tokens, which sample nothing, and the rest, to be
         computed in this order."""
         assert not self.num_guessed_tokens, f"the drafts of {self.request_id} would be cut off from its last token"
         asked, behind = self.prompt_rows, len(self.token_ids) - count
@@ -349,10 +349,10 @@ class ScheduledRequest:
 
 
 def path_along(token_ids: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
-    """Return the indices of the draft tokens that an answer has said, from a child of the root down.
+    """Return the indices of the draft tokens that `said` contains, from a child of the root down.
 
     Args:
-        parents: of the draft tokens; empty for a chain.
+        parents: parents of the draft tokens; empty for a chain.
     """
     nodes = children(token_ids, parents)
     path, node = list[int](), ROOT
@@ -365,7 +365,7 @@ def path_along(token_ids: Sequence[int], parents: Sequence[int], said: Sequence[
 
 
 def children(token_ids: Sequence[int], parents: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the index of each draft token by its parent and itself."""
+    """Return the index of each draft token by (parent, token)."""
     return {key: at for at, key in enumerate(zip(parents or range(ROOT, len(token_ids)), token_ids, strict=False))}
 
 
@@ -375,16 +375,16 @@ class SchedulerOutput:
 
     requests: tuple[ScheduledRequest, ...]
     placements: Mapping[AdapterKey, PlacedAdapter]
-    # Done in order, before the loader gets its orders and before anything is computed: an order may fill pages that
-    # they free.
+    # Executed in order, before the loader gets its orders and before anything is computed: an order may fill pages that
+    # these operations free.
     page_ops: tuple[PageOp, ...]
     orders: AdapterOrders
     num_preempted: int
-    # When, on the scheduler's clock, the next step is needed even if nothing happens; None: not before.
+    # When, on the scheduler's clock, the next step is needed even without an event; None: only after an event.
     wake_s: float | None = None
     # Identifies the step.
     number: int = 0
-    # Whether it holds up requests if another step is planned before it is collected.
+    # Whether planning another step before this one is collected delays requests.
     is_awaited: bool = False
     snapshots: SnapshotOrders = NO_SNAPSHOTS
     # Number of rows to compute, and how many of them are draft tokens and probes.
@@ -399,8 +399,8 @@ class SchedulerOutput:
         self.num_tokens, self.num_guessed_tokens = num_tokens, num_guessed  # type: ignore[misc]
 
     def with_tokens(self, tokens: Mapping[RequestId, int]) -> "SchedulerOutput":
-        """Return the step with these tokens in place of pending ones; any token for requests that have none, as they
-        have finished.
+        """Return the step with these tokens in place of pending ones. Requests without a token here have finished and
+        get any token.
         """
         if not any(s.is_pending for s in self.requests):
             return self
@@ -415,7 +415,7 @@ class SchedulerOutput:
 
     @property
     def has_drafts(self) -> bool:
-        """Return whether drafts are verified or asked for."""
+        """Return whether drafts are verified or requested."""
         return any(s.drafts is not NO_DRAFTS for s in self.requests)
 
     def without_drafts(self) -> "SchedulerOutput":
@@ -423,7 +423,8 @@ class SchedulerOutput:
         return self.only([s.without_drafts() for s in self.requests])
 
     def only(self, requests: Sequence[ScheduledRequest]) -> "SchedulerOutput":
-        """Return the step with these requests and without page operations and orders, which the whole step has."""
+        """Return the step with only these requests, without page operations and orders, which belong to the whole
+        step."""
         return replace(self, requests=tuple(requests), page_ops=(), orders=AdapterOrders(), snapshots=NO_SNAPSHOTS)
 
 
@@ -431,16 +432,16 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """Hold the results of a step."""
 
-    # Tokens of each request whose known tokens are all computed: one, and one more for each accepted draft token. A
+    # New tokens of each request whose known tokens are all computed: one, and one more per accepted draft token. A
     # request whose logits are NaN or infinite has none.
     sampled: Mapping[RequestId, tuple[int, ...]]
-    # Of these tokens, for requests that ask for them.
+    # Log-probabilities of these tokens, for requests that ask for them.
     logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    # Of the prompt tokens that were asked for.
+    # Log-probabilities of the requested prompt tokens.
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    # The likeliest token behind each probe.
+    # The likeliest token after each probe.
     probed: Mapping[RequestId, tuple[int, ...]] = field(default_factory=dict)
-    # By the name of each model that was asked for drafts.
+    # By the name of each draft model that was asked.
     drafted: Mapping[str, DrafterOutput] = field(default_factory=dict)
-    # Attention that each page got of the observed tokens of each request, by token.
+    # For each request, by observed token: the attention paid to each page.
     masses: Mapping[RequestId, Sequence[Sequence[float]]] = field(default_factory=dict)
