@@ -272,7 +272,7 @@ class Request:
     @property
     def may_run_ahead(self) -> bool:
         """Return whether the next token may be computed while it is still unknown: choosing tokens needs no text, and
-        the answer may have another token.
+        another token may follow it.
         """
         num_next = self.num_expected_tokens - self.num_prompt_tokens + 1
         return not self.needs_text and num_next < self.message.max_tokens

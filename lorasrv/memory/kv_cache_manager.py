@@ -168,7 +168,7 @@ class KVCacheManager:
         return len(self._tables[request_id].pages) * self.page_size
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Free the request's pages behind those of its first `num_tokens` tokens."""
+        """Free the request's pages after those of its first `num_tokens` tokens."""
         table = self._tables[request_id]
         kept = self.pages_for(num_tokens)
         surplus = table.pages[kept:]

@@ -7,7 +7,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 
 FlightTokens = tuple[Request, int, int]
-"""A request of a step, its tokens in flight and those of them that are pending behind it."""
+"""(request, number of its tokens in flight in a step, number of pending tokens after them)."""
 
 
 class StepsInFlight:

@@ -35,8 +35,8 @@ class OwnTokenizers:
     """Find the tokenizer of an adapter. Safe to use from many threads.
 
     Args:
-        base: the base's.
-        added: returns the tokens of an adapter's own, none for most; raises AdapterError.
+        base: the base's tokenizer.
+        added: returns an adapter's own tokens, for most adapters none; raises AdapterError.
     """
 
     def __init__(self, base: Tokenizer, added: Callable[[AdapterKey], Sequence[AddedToken]]) -> None:
@@ -47,7 +47,7 @@ class OwnTokenizers:
         self._shared: WeakValueDictionary[tuple[AddedToken, ...], Tokenizer] = WeakValueDictionary()
 
     def knows(self, key: AdapterKey | None) -> bool:
-        """Return whether `of` does not read the disk."""
+        """Return whether `of` needs no disk read."""
         with self._lock:
             return key is None or key in self._known
 
@@ -72,7 +72,7 @@ class OwnTokenizers:
 
 
 def _num_added(tokenizer: Tokenizer | None) -> int:
-    """Return the memory that a tokenizer is charged with, in added tokens."""
+    """Return the memory of a tokenizer, counted in added tokens."""
     return 1 if tokenizer is None else min(MAX_KNOWN_TOKENS, 1 + len(tokenizer.added_tokens))
 
 
