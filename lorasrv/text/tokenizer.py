@@ -149,6 +149,24 @@ class Tokenizer:
         """
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
+    def encode_behind(self, text: str) -> list[int]:
+        """Return the ids of a text that stands behind another: without the blank that some tokenizers put in front of
+        a text. Special tokens that begin or end a text are not added.
+
+        Raises: see `encode`.
+        """
+        front, front_ids = self._front
+        ids = self.encode(front + text, add_special_tokens=False)
+        if ids[: len(front_ids)] == front_ids:
+            return ids[len(front_ids) :]
+        return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _front(self) -> tuple[str, list[int]]:
+        """Return a text that few texts behind it are joined to, and its tokens; ("", []) where none is needed."""
+        front = "\n" if _adds_prefix_space(self._backend) else ""
+        return front, self.encode(front, add_special_tokens=False)
+
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of a text's tokens from its length; 0 if the tokenizer may drop part of the text."""
         return -(-len(text) // longest) if (longest := self._longest_token) else 0
@@ -240,9 +258,8 @@ class Decoding:
 
 def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
     """Recognise the library's decoder, so that `Detokenizer` can decode token by token in the same way."""
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = [step["type"] for step in steps]
+    steps = _steps(backend.decoder)
+    kinds = [step["type"] for step in steps] or ["none"]
     if kinds == ["ByteLevel"]:
         return Decoding("byte_level")
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
@@ -295,18 +312,27 @@ def _with_declared(backend: tokenizers.Tokenizer, source: TokenizerSource) -> to
     return backend
 
 
-def _check_prefix_space(backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
-    parts = [
-        json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
-    ]
-    steps = [step for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))]
-    adds = any(
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer, pre-tokenizer or decoder as tokenizer.json describes them; [] for None."""
+    if part is None:
+        return []
+    state: dict[str, Any] = json.loads(part.__getstate__())
+    found = (state.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    return next((steps for steps in found if steps is not None), [state])
+
+
+def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether texts begin with a blank that they do not have."""
+    return any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
         or (step["type"] == "ByteLevel" and step.get("add_prefix_space"))
-        for step in steps
+        for step in _steps(backend.normalizer) + _steps(backend.pre_tokenizer)
     )
-    if source.adds_prefix_space not in (None, adds):
+
+
+def _check_prefix_space(backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
+    if source.adds_prefix_space not in (None, _adds_prefix_space(backend)):
         raise UnsupportedModel(
             f"tokenizer_config.json: add_prefix_space {source.adds_prefix_space} is not what tokenizer.json does; save "
             "the tokenizer anew, so that both say the same"

@@ -124,7 +124,7 @@ class GrammarCompiler:
 
 
 def _trie(vocabulary: Vocabulary, tokenizer: Tokenizer) -> llguidance.LLTokenizer:
-    return vocabulary.build(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    return vocabulary.build(tokenizer.encode_behind)
 
 
 def _refusal(grammar: Grammar, why: str) -> InvalidRequest:

@@ -93,6 +93,8 @@ class _Wrapper:
         special = set(vocabulary.special)
         self._text_tokens = {i: t for i, t in enumerate(vocabulary.tokens) if t and i not in special}
         self._ids = {token: i for i, token in reversed(self._text_tokens.items())}
+        # Some vocabularies have a character twice, also as the token of its byte, which no text has.
+        self._ids |= {token: ids[0] for token in self._ids if len(token) == 1 and (ids := self._usual(token))}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -107,9 +109,7 @@ class _Wrapper:
         return self._usual(wanted) or self._longest_first(wanted)
 
     def _usual(self, wanted: bytes) -> list[int]:
-        """Tokenize as the tokenizer does; return [] if its tokens decode to something else (a leading blank, a
-        special token).
-        """
+        """Tokenize as the tokenizer does; return [] if its tokens decode to something else (a special token)."""
         if self._encode is None:
             return []
         try:

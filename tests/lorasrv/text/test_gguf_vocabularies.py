@@ -1,6 +1,7 @@
 """SentencePiece vocabularies of GGUF files: texts become the tokens that the sentencepiece library makes of them."""
 
 import io
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,14 +9,16 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.detokenizer import Detokenizer
-from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 SPEC = ModelSpec("llama", 1, 8, 16, 2, 1, 4, 400, 64, 1e-5, eos_token_ids=(2,), bos_token_id=1)
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
@@ -112,6 +115,28 @@ def test_any_text_has(pair: Any, pieces: list[str]) -> None:
     text = "".join(pieces)
     if text and not any(part in text for part in ("<table>", "<s>", "</s>", "<unk>", "\0")):
         check(*pair, text)
+
+
+def from_json(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
+    """The tokenizer as a tokenizer.json has it, with Metaspace in place of its normalizer if there is a scheme."""
+    backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.described()))
+    if scheme is not None:
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    return Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str()), eos_token_ids=(2,)))
+
+
+def test_texts_behind_others_have_the_tokens_of_sentencepiece(pair: Any, corpus: list[str]) -> None:
+    """Whatever puts the blank in front of a whole text: it is not behind another."""
+    model, tokenizer = pair
+    ways = [None, *(["first", "always"] if tokenizer.decoding.strip_start else ["never"])]
+    for each in (tokenizer, *(from_json(tokenizer, way) for way in ways)):
+        for text in [*corpus[::5], "", "a", "a b", "\n", "\n\na", '{"name": "clock"}']:
+            if not any(part in text for part in ("<table>", "<s>", "</s>", "<unk>")):
+                whole, front = (model.encode(behind) for behind in (f"x\t{text}", "x\t"))
+                assert each.encode_behind(text) == whole[len(front) :], text
+        ids = each.encode_behind("a<table>b")
+        assert ids[: ids.index(model.piece_to_id("<table>"))] == [model.piece_to_id("a")]
 
 
 def test_added_tokens_are_found_in_texts_and_begin_them(pair: Any) -> None:

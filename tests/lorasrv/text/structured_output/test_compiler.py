@@ -77,24 +77,35 @@ def allowed(state: Any) -> set[int]:
 
 def accepts(compiled: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the text can be written, in whatever tokens, and the answer may end there."""
-    vocabulary = compiled_vocabulary(tokenizer)
+    vocabulary = ids_by_bytes(tokenizer)
     wanted, state = text.encode(), compiled.begin()
     while wanted and state.error is None:
         tokens = allowed(state)
         # The longest token that fits; text that is forced may be spelled in one way only.
         fitting = (wanted[:size] for size in range(min(len(wanted), 16), 0, -1))
-        token = next((vocabulary[part] for part in fitting if vocabulary.get(part) in tokens), None)
-        if token is None:
+        found = next(((part, i) for part in fitting for i in vocabulary.get(part, ()) if i in tokens), None)
+        if found is None:
             return False
+        part, token = found
         state.advance(token)
-        wanted = wanted.removeprefix(next(part for part, i in vocabulary.items() if i == token))
+        wanted = wanted.removeprefix(part)
     return state.error is None and bool(allowed(state) & tokenizer.eos_token_ids)
 
 
 @cache
-def compiled_vocabulary(tokenizer: Tokenizer) -> dict[bytes, int]:
+def ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, list[int]]:
+    """Every token of a text; some vocabularies have a character also as the token of its byte."""
     made = Vocabulary.of(tokenizer, tokenizer.vocab_size, sorted(tokenizer.eos_token_ids))
-    return {token: i for i, token in reversed(list(enumerate(made.tokens))) if i not in made.special}
+    found = dict[bytes, list[int]]()
+    for i, token in enumerate(made.tokens):
+        if i not in made.special:
+            found.setdefault(token, []).append(i)
+    return found
+
+
+@cache
+def compiled_vocabulary(tokenizer: Tokenizer) -> dict[bytes, int]:
+    return {token: ids[0] for token, ids in ids_by_bytes(tokenizer).items()}
 
 
 def test_tokens_are_bytes_of_the_text(tokenizer: Tokenizer, corpus: list[str]) -> None:
@@ -189,6 +200,27 @@ def test_states_are_independent_and_end(tokenizer: Tokenizer, compiling: Compili
     assert "cannot be followed" in (second.error or "")
     assert not second.is_over
     assert allowed(second) == tokenizer.eos_token_ids, "a failed state leaves the sampler something to choose"
+
+
+@pytest.mark.parametrize("text", ['{"a": "yes", "b": 1}', "abc yes", "\nabc"])
+def test_forced_text_has_the_tokens_that_the_tokenizer_writes(
+    tokenizer: Tokenizer, compiling: Compiling, text: str
+) -> None:
+    """Not those of single bytes, nor with a blank that only the beginning of a whole text has."""
+    state, [front], ids = compiling.compile(source.choice_of([text], "p")).begin(), tokenizer.encode("x\t")[-1:], []
+    while not state.is_over:
+        [token] = allowed(state)
+        ids.append(token)
+        state.advance(token)
+    whole = tokenizer.encode("x\t" + text, add_special_tokens=False)
+    assert ids == whole[len(whole) - whole[::-1].index(front) :]
+
+
+def test_forced_text_that_spells_a_special_token_has_no_tokens_of_single_bytes() -> None:
+    tokenizer = sentencepiece([*WORDS, "<", "/", "s", ">"], prepends=True)
+    with closing(Compiling(tokenizer)) as compiling:
+        state = compiling.compile(source.choice_of(["abc</s>"], "p")).begin()
+        assert [tokenizer.token(token) for token in state.forced()] == ["a", "b", "c", "<", "/", "s", ">"]
 
 
 def deep(levels: int) -> str:
