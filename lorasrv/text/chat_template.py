@@ -311,7 +311,8 @@ class ChatTemplate:
         if check is not None:
             check(pieces)
         try:
-            return [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
+            first = tokenizer.encode(pieces[0], add_special_tokens=False)
+            return [*first, *(i for piece in pieces[1:] for i in tokenizer.encode_behind(piece))]
         except InvalidRequest as e:
             raise InvalidRequest(str(e).replace("prompt", "messages", 1), param="messages") from None
 

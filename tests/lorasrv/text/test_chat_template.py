@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_tokenizers import sentencepiece
 
 from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, InvalidRequest
@@ -235,6 +236,15 @@ def test_many_tokens_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "<|reserved_special_token_" * 3 + "7|>" + "b" * 99 + "a" * 200 + "<|reserved_special_token_77|>"
     found = ["<|reserved_special_token_7|>", *("a" * n for n in range(128, 1, -1)), "<|reserved_special_token_77|>"]
     assert guard.control_tokens(text) == found
+
+
+@pytest.mark.parametrize("content", ["a</s>b", "</s>", "</s></s> a", "<s"])
+def test_a_message_that_spells_a_control_token_gets_no_blanks(content: str) -> None:
+    """It is tokenized in pieces, and some tokenizers put a blank in front of each text."""
+    tokenizer = sentencepiece("ab<s/>[]", prepends=True)
+    prompt = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}").encode(turns(content), tokenizer)
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == f"[{content}]"
+    assert not set(prompt) & tokenizer.special_ids
 
 
 def test_what_guards_a_tokenizer_goes_with_it(builtin_tokenizer: Tokenizer, template: ChatTemplate) -> None:
