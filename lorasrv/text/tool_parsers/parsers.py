@@ -9,6 +9,8 @@ tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 import json
 import re
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
 
@@ -39,44 +41,27 @@ class MistralReader:
 
     def flush(self) -> list[Part]:
         text, self._text = self._text, ""
-        calls = self._calls(text.strip()) if self._is_calling else []
-        found: list[Part] = [call for call in calls if call is not None]
-        if found and len(found) == len(calls):
-            return found[: self._most]
-        return [text] if text else []
+        return _calls_and_rest(text, self._call_at, self._most)
 
-    def _calls(self, text: str) -> list[ToolCall | None]:
-        """Parse calls from the marker on; None stands for text that is not a call."""
-        values = parse_json(text.removeprefix(MISTRAL_MARKER))
-        return [self._call(value) for value in values] if isinstance(values, list) else []
-
-    def _call(self, value: object) -> ToolCall | None:
-        return read_call(value, self._names, ("arguments",))
+    def _call_at(self, text: str, at: int) -> "_Found | None":
+        front = _LISTED.match(text, at)
+        if front is None:
+            return None
+        value, end = _value_at(text, front.end())
+        return _found(value, self._names, ("arguments",), _behind(_END_OF_LIST, text, end))
 
 
 class MistralNamesReader(MistralReader):
     """Read calls whose names precede their arguments."""
 
-    def _calls(self, text: str) -> list[ToolCall | None]:
-        calls, decoder, end = list[ToolCall | None](), json.JSONDecoder(parse_constant=refuse_constant), 0
-        while end < len(text):
-            begin = text.find(ARGS, end)
-            if begin < 0 or not text.startswith(MISTRAL_MARKER, end):
-                return [None]
-            name = text[end + len(MISTRAL_MARKER) : begin].partition(CALL_ID)[0].strip()
-            try:
-                arguments, end = decoder.raw_decode(text, _behind_blanks(text, begin + len(ARGS)))
-            except (ValueError, RecursionError):
-                return [None]
-            calls.append(self._call({"name": name, "arguments": arguments}))
-            end = _behind_blanks(text, end)
-        return calls
-
-
-def _behind_blanks(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    def _call_at(self, text: str, at: int) -> "_Found | None":
+        at = _behind_blanks(text, at)
+        begin = text.find(ARGS, at)
+        if begin < 0 or not text.startswith(MISTRAL_MARKER, at):
+            return None
+        name = text[at + len(MISTRAL_MARKER) : begin].partition(CALL_ID)[0].strip()
+        arguments, end = _value_at(text, begin + len(ARGS))
+        return _found({"name": name, "arguments": arguments}, self._names, ("arguments",), end)
 
 
 class LlamaReader:
@@ -99,27 +84,61 @@ class LlamaReader:
 
     def flush(self) -> list[Part]:
         text, self._text = self._text, ""
-        found: list[Part] = [] if self._is_text else [*self._calls(text.strip().removeprefix(LLAMA_MARKER))]
-        if found:
-            return found[: self._most]
-        return [text] if text else []
+        return _calls_and_rest(text, self._call_at, self._most)
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        """Parse calls separated by semicolons; return [] if the text contains anything else."""
-        calls, decoder, at = [], json.JSONDecoder(parse_constant=refuse_constant), 0
-        text = text.strip()
-        while at < len(text):
-            try:
-                value, at = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError):
-                return []
-            call = read_call(value, self._names, ("parameters", "arguments"))
-            if call is None:
-                return []
-            calls.append(call)
-            while at < len(text) and text[at] in "; \n\t":
-                at += 1
-        return calls
+    def _call_at(self, text: str, at: int) -> "_Found | None":
+        value, end = _value_at(text, _behind(_MARKED, text, at))
+        return _found(value, self._names, ("parameters", "arguments"), _behind(_SEMICOLONS, text, end))
+
+
+_LISTED, _END_OF_LIST = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*\[|,)"), re.compile(r"\s*\]")
+_MARKED, _SEMICOLONS = re.compile(r"\s*<\|python_tag\|>"), re.compile(r"[;\s]*;")
+"""What stands in front of a call, and behind it."""
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+_Found = tuple[ToolCall, int]
+
+
+def _calls_and_rest(text: str, call_at: Callable[[str, int], _Found | None], most: int | None) -> list[Part]:
+    """Return the whole calls that a text begins with, and what is behind them as text: an answer may be cut within a
+    call.
+
+    Args:
+        call_at: returns the call that begins at a place, behind what separates it, and its end; None without one.
+        most: how many calls are returned, without what is behind them; None: all.
+    """
+    calls, end = list[Part](), 0
+    while found := call_at(text, end):
+        calls.append(found[0])
+        end = found[1]
+    rest = text[end:]
+    if calls and (most is not None or not rest.strip()):
+        return calls[:most]
+    return [*calls, rest] if rest else calls
+
+
+def _found(value: Any, names: frozenset[str], keys: Sequence[str], end: int) -> _Found | None:
+    call = read_call(value, names, keys)
+    return None if call is None else (call, end)
+
+
+def _value_at(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins there, behind white space, and its end; (None, `at`) without a whole one."""
+    try:
+        return _DECODER.raw_decode(text, _behind_blanks(text, at))
+    except (ValueError, RecursionError):
+        return None, at
+
+
+def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where what matches there ends; `at` if nothing does."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

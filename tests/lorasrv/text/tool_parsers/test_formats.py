@@ -56,6 +56,7 @@ P, C = '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"name": "clo
 PL = P.replace("arguments", "parameters")
 TAG = r'{"name": "clock", "arguments": {"a": "x</tool_call>\"</tool_call>"}}'
 DEEP = "[" * 64 + "]" * 64
+NAMED = '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'
 NAN = '{"name": "clock", "arguments": NaN}'
 ANSWERS = [
     (HERMES, "Hello  there \n", ["Hello  there \n"]),
@@ -93,7 +94,9 @@ ANSWERS = [
     (MISTRAL, f"Well.\n[TOOL_CALLS][{P}]\n", ["Well.", PARIS]),
     (MISTRAL, "[TOOL_CALLS] {bad", ["[TOOL_CALLS] {bad"]),
     (MISTRAL, "text [TOOL_CAL", ["text [TOOL_CAL"]),
-    (MISTRAL, f"[TOOL_CALLS][{P}, 1]", [f"[TOOL_CALLS][{P}, 1]"]),
+    (MISTRAL, f"[TOOL_CALLS][1, {P}]", [f"[TOOL_CALLS][1, {P}]"]),
+    (MISTRAL, "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
+    (MISTRAL, f"[TOOL_CALLS][{P}] and text", [PARIS, " and text"]),
     (
         MISTRAL_13,
         'See.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS] {}\n',
@@ -101,7 +104,15 @@ ANSWERS = [
     ),
     (MISTRAL_11, '[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{"city": "Paris"}', [PARIS]),
     (MISTRAL_13, "[TOOL_CALLS]other[ARGS]{}", ["[TOOL_CALLS]other[ARGS]{}"]),
-    (MISTRAL_13, "[TOOL_CALLS]clock[ARGS]{} and text", ["[TOOL_CALLS]clock[ARGS]{} and text"]),
+    (MISTRAL_13, "[TOOL_CALLS]clock[ARGS]{} and text", [CLOCK, " and text"]),
+    # Cut behind a whole call, which stays one.
+    (MISTRAL, f"[TOOL_CALLS][{P}", [PARIS]),
+    (MISTRAL, f"[TOOL_CALLS] [{P}, {C[:-1]}", [PARIS, f", {C[:-1]}"]),
+    (MISTRAL_13, f"[TOOL_CALLS]clock[ARGS]{{}}\n{NAMED[:-1]}", [CLOCK, f"\n{NAMED[:-1]}"]),
+    (MISTRAL_13, "[TOOL_CALLS]clock[ARGS]{}[TOOL_CAL", [CLOCK, "[TOOL_CAL"]),
+    (LLAMA, f"{PL}; {PL[:-1]}", [PARIS, f" {PL[:-1]}"]),
+    (LLAMA, f" <|python_tag|>{PL};", [PARIS]),
+    (LLAMA, f"{PL} and text", [PARIS, " and text"]),
     (
         MISTRAL_13,
         '[TOOL_CALLS]clock[ARGS]{"a": "[TOOL_CALLS]x[ARGS]"}',
@@ -171,6 +182,9 @@ def test_a_long_answer_of_calls_that_seem_to_stand_in_strings_is_looked_through_
         (LLAMA, f"{PL}; {PL}"),
         (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]"),
         (MISTRAL_13, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS]{}'),
+        (MISTRAL_13, f"{NAMED}{NAMED[:-1]}"),
+        (MISTRAL, f"[TOOL_CALLS] [{P}, {C[:-1]}"),
+        (LLAMA, f"{PL}; {PL[:-1]}"),
     ],
 )
 def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> None:
