@@ -6,6 +6,7 @@ Torch-free.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from lorasrv.text.gguf_vocabularies import BpeVocabulary, SentencePieceVocabular
 
 SOME_TOKEN_CHARS = 8
 """Every vocabulary has a token of this length."""
+_WHITE_SPACE = "".join(filter(str.isspace, map(chr, range(0x3001))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +170,34 @@ class Tokenizer:
         return front, self.encode(front, add_special_tokens=False)
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's tokens from its length; 0 if the tokenizer may drop part of the text."""
-        return -(-len(text) // longest) if (longest := self._longest_token) else 0
+        """Return a lower bound of a text's tokens by its length alone; 0 if the tokenizer may drop part of the text."""
+        longest, size = self._longest_token, len(text)
+        if self._strips:
+            size -= sum(map(text.count, _WHITE_SPACE))
+        return -(-size // longest) if longest else 0
+
+    @cached_property
+    def _strips(self) -> bool:
+        """Return whether there are tokens that take the white space beside them."""
+        return any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Return the most characters that one token can stand for (each at least one byte); None: no bound."""
-        normalizer = self._backend.normalizer
-        # NFC joins up to four characters and drops none.
-        kind = None if normalizer is None else json.loads(normalizer.__getstate__()).get("type")
-        strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
-        if strips or kind not in (None, "NFC"):
+        """Return the most characters that one token can stand for (each at least one byte), without white space that it
+        takes beside it; None: no bound.
+        """
+        joined = list(map(_most_joined, _steps(self._backend.normalizer)))
+        if None in joined or not self._has_every_byte:
             return None
-        return (4 if kind else 1) * self._longest_spelled
+        return math.prod(filter(None, joined)) * self._longest_spelled
+
+    @property
+    def _has_every_byte(self) -> bool:
+        """Return whether no text has unknown characters, which may be one token however many they are."""
+        if self.decoding.kind == "byte_level":
+            return True
+        falls_back = getattr(self._backend.model, "byte_fallback", False)
+        return falls_back and all(self.token_id(f"<0x{byte:02X}>") is not None for byte in range(256))
 
     @cached_property
     def _longest_spelled(self) -> int:
@@ -319,6 +336,12 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     state: dict[str, Any] = json.loads(part.__getstate__())
     found = (state.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
     return next((steps for steps in found if steps is not None), [state])
+
+
+def _most_joined(step: Mapping[str, Any]) -> int | None:
+    """Return of how many characters a step of a normalizer may make one; None: of any number, or it drops some."""
+    is_of_one = step["type"] == "Replace" and len(step["pattern"].get("String", "")) == len(step["content"]) == 1
+    return 1 if is_of_one else {"NFC": 4, "Prepend": 1}.get(step["type"])
 
 
 def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import tokenizers
 from tiny_checkpoints import tiny_tokenizer_json
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_tokenizers import sentencepiece
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
 from lorasrv.models.loader import Checkpoint
@@ -76,6 +78,51 @@ def test_directories_equal_transformers(tiny_hf_checkpoints: Tiny, corpus: list[
     for text in corpus:
         assert ours.encode(text) == theirs.encode(text), text
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+BLANKS = normalizers.Replace(" ", "▁")
+PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), BLANKS])
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "longest"),
+    [
+        (None, 6),
+        (BLANKS, 6),
+        (PREPENDED, 6),
+        (normalizers.Sequence([*PREPENDED, normalizers.NFC()]), 24),
+        (normalizers.NFC(), 24),
+        (normalizers.Replace("  ", "▁"), None),
+        (normalizers.Replace(tokenizers.Regex(" +"), "▁"), None),
+        (normalizers.Replace(" ", ""), None),
+        (normalizers.Strip(), None),
+    ],
+)
+def test_the_most_characters_of_one_token(normalizer: Any, longest: int | None) -> None:
+    """A text of too many is not tokenized."""
+    backend = tokenizers.Tokenizer.from_str(json.dumps(sentencepiece("ab").described()))
+    backend.normalizer = normalizer
+    tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str())))
+    text = "a <0x41>é" * 100
+    assert tokenizer.least_tokens(text) == (0 if longest is None else -(-len(text) // longest))
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+
+
+def test_white_space_that_tokens_take_is_none_of_a_text() -> None:
+    described = sentencepiece("ab").described()
+    described["added_tokens"][-1]["rstrip"] = True
+    tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(described))))
+    text = "</s>" + " \u3000\n" * 1000 + "ab" * 3
+    assert 1 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) == 7
+
+
+def test_unknown_characters_may_be_one_token() -> None:
+    described = sentencepiece("ab").described()
+    described["normalizer"] = None
+    described["model"] |= {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": False}
+    tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(described))))
+    assert len(tokenizer.encode("x" * 1000)) == 1
+    assert tokenizer.least_tokens("x" * 1000) == 0
 
 
 def vocabulary(pre: str, *extra: str, merges: tuple[str, ...] = (), control: tuple[int, ...] = ()) -> BpeVocabulary:
