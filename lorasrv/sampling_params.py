@@ -289,7 +289,8 @@ class TextOptions:
     # Special tokens have no text, except those that are to be shown.
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
-    # Whether a leading space that the tokenizer would strip is removed. False if the text continues the prompt's.
+    # Whether a leading space that the tokenizer would strip is removed. False if the text continues the prompt's, or if
+    # a grammar determines how it begins.
     strip_start: bool = True
     # Whether the text includes the stop string or stop token that ends the answer.
     keep_stop: bool = False

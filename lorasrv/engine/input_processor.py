@@ -35,7 +35,7 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_BEAM_STOPS = 8
-_CHANGED = frozenset({"adapter_id", "text", "speculation"})
+_CHANGED = frozenset({"adapter_id", "speculation"})
 _PASSED_ON = tuple(option.name for option in fields(RequestOptions) if option.name not in _CHANGED)
 
 
@@ -254,8 +254,6 @@ class InputProcessor:
             found=slowest(tier(term.key) for term in stored.terms) if stored.terms else None,
             hold=stored.hold,
             adapter_id=options.adapter_id or (options.adapter_key or ""),
-            # With a grammar the text must be exactly the text of the tokens.
-            text=options.text if options.constraint is None else replace(options.text, strip_start=False),
             speculation=restrict(speculation, options.kv_policy, has_own_tokens=has_own_tokens),
             prediction_token_ids=self._prediction_token_ids(speculation.prediction, words.tokenizer),
             num_draft_heads=num_heads,

@@ -40,6 +40,8 @@ class Grammar:
     param: str
     # The schema as `checked_schema` returns it, if the grammar is only JSON.
     schema: Mapping[str, Any] | None = field(default=None, compare=False)
+    # Whether an answer may begin with any text; otherwise its text is exactly that of its tokens.
+    begins_freely: bool = False
 
 
 def any_json_object(param: str) -> Grammar:

@@ -103,7 +103,7 @@ class ToolFormat:
             + r"(.|\n)*/",
         ]
         calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker), tokenizer)
-        return lark_of("\n".join([*rules, *calls]), "tools")
+        return replace(lark_of("\n".join([*rules, *calls]), "tools"), begins_freely=True)
 
     def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""

@@ -194,6 +194,17 @@ class TestTools:
         assert self.ask(server, tools=[templates.CLOCK]).status_code == 200
         assert engine.added[1].constraint is None
 
+    def test_a_blank_that_a_tokenizer_puts_in_front_is_text_where_a_grammar_says_how_it_begins(
+        self, server, engine
+    ) -> None:
+        strict = {"type": "function", "function": {"name": "clock", "strict": True}}
+        schema = {"guided_json": {"type": "object"}}
+        asks: list[dict[str, Any]] = [{}, {"tools": [strict]}, {"tool_choice": "required"}, schema]
+        for fields in asks:
+            assert self.ask(server, **fields).status_code == 200
+        assert [added.constraint is None for added in engine.added] == [True, False, False, False]
+        assert [added.text.strip_start for added in engine.added] == [True, True, False, False]
+
     def test_special_markers_are_shown(self, server, engine, with_template) -> None:
         with_template(templates.MISTRAL)
         engine.script = say('[TOOL_CALLS] [{"name": "clock", "arguments": {}}]')

@@ -12,7 +12,7 @@ from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, RequestOptions
-from lorasrv.sampling_params import BeamOptions, SamplingParams, Watermark
+from lorasrv.sampling_params import BeamOptions, SamplingParams, TextOptions, Watermark
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
@@ -21,6 +21,11 @@ def process(
 ) -> EngineCoreRequest:
     asked = RequestOptions(adapter_key=key, **options)
     return processor(adapters=Adapters(SMALL)).process(RID, prompt, sampling or SamplingParams(), asked)
+
+
+class NoConstraint:
+    def begin(self) -> Any:
+        raise AssertionError("no request begins here")
 
 
 class TestDefaults:
@@ -50,6 +55,11 @@ class TestDefaults:
 
     def test_text_becomes_tokens(self) -> None:
         assert process("hello").prompt_token_ids == tuple(b"hello")
+
+    @pytest.mark.parametrize("strips", [True, False])
+    def test_whoever_sends_a_grammar_says_which_text_its_tokens_have(self, strips: bool) -> None:
+        text = TextOptions(strip_start=strips)
+        assert process(constraint=NoConstraint(), text=text).text == text
 
     def test_an_adapter_is_held_and_its_layout_and_place_are_known(self) -> None:
         adapters = Adapters(SMALL)
