@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 
-_SPACE = "▁"
-"""SentencePiece's character for a space."""
+SPACE = "▁"
+"""SentencePiece\'s character for a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,10 @@ def _sentence_piece(vocabulary: SentencePieceVocabulary) -> Tokenizer:
         raise CorruptModel("tokenizer.ggml.tokens have neither a token for each byte nor one for unknown characters")
     merges = _merges(vocabulary, ids)
     backend = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    blank: normalizers.Normalizer = normalizers.Replace(" ", _SPACE)
-    start = [normalizers.Prepend(_SPACE), blank]
+    blank: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
+    start = [normalizers.Prepend(SPACE), blank]
     backend.normalizer = normalizers.Sequence(start) if vocabulary.adds_space_prefix else blank
-    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * vocabulary.adds_space_prefix)
     return backend
 

@@ -20,6 +20,7 @@ from adapter_store.formats.peft_dir import PeftDir
 from adapter_store.formats.strict_json import unique_pairs
 from adapter_store.spec import AdapterKey, AddedToken
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
+from lorasrv.text.gguf_vocabularies import SPACE
 from lorasrv.text.tokenizer import Tokenizer
 
 MAX_KNOWN_TOKENS = 1 << 18
@@ -112,8 +113,14 @@ def added_tokens(text: bytes, base: Tokenizer) -> list[dict[str, Any]]:
     ids = dict(model["vocab"]) | {token.get("content"): token.get("id") for token in tokens}
     known = base.ids()
     if changed := [content for content, token in known.items() if ids.get(content) != token]:
+        token = known[changed[0]]
+        if not base.is_from_json and ids.get(changed[0].replace(" ", SPACE)) == token:
+            _refuse(
+                f"spells the blanks of token {token} as U+2581, and this base's GGUF file as blanks: the two cannot be "
+                "compared; serve the base from its Hugging Face directory"
+            )
         now = ids.get(changed[0], "missing")
-        _refuse(f"changes the base's own tokens: {show(changed[0])} is {known[changed[0]]}, and here {show(now)}")
+        _refuse(f"changes the base's own tokens: {show(changed[0])} is {token}, and here {show(now)}")
     _check_parts(own, theirs, base.all_special, is_exact=base.is_from_json)
     more = [token for token in tokens if token.get("content") not in known]
     return _in_order(more, set(ids) - known.keys(), max(known.values(), default=-1) + 1)

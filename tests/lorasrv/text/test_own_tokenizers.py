@@ -15,7 +15,7 @@ from adapter_store.errors import AdapterInvalid
 from adapter_store.spec import AdapterKey, AddedToken
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.text import own_tokenizers
-from lorasrv.text.gguf_vocabularies import BpeVocabulary
+from lorasrv.text.gguf_vocabularies import BpeVocabulary, SentencePieceVocabulary
 from lorasrv.text.own_tokenizers import OwnTokenizers, added_tokens
 from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
@@ -118,6 +118,20 @@ def test_a_base_from_gguf_knows_tokens_and_merges_only() -> None:
     assert [AddedToken(**token) for token in added_tokens(extended().to_str().encode(), base)] == [MOOD, SAD]
     with pytest.raises(AdapterInvalid, match="other merges"):
         added_tokens(_change(lambda d: d["model"]["merges"].pop()), base)
+
+
+def test_blanks_that_a_gguf_file_spells_otherwise_are_named() -> None:
+    """As those of Gemma."""
+    tokens = ("<unk>", "<s>", "a", "▁", "  ", *(f"<0x{byte:02X}>" for byte in range(256)))
+    words = SentencePieceVocabulary(tokens, (0.0,) * len(tokens), (2, 3, 4), (0, 1), (4,), 0, adds_space_prefix=False)
+    base = Tokenizer.from_source(TokenizerSource(words))
+    as_published = json.dumps(base.described(), ensure_ascii=False).replace('"  "', '"▁▁"')
+    with pytest.raises(
+        AdapterInvalid, match=r"blanks of token 4 as U\+2581.* serve the base from its Hugging Face dir"
+    ):
+        added_tokens(as_published.encode(), base)
+    with pytest.raises(AdapterInvalid, match=r"own tokens: '  ' is 4, and here 'missing'"):
+        added_tokens(as_published.replace("▁▁", "bb").encode(), base)
 
 
 def test_one_is_built_for_all_adapters_with_the_same_tokens(base: Tokenizer) -> None:
