@@ -23,18 +23,18 @@ from lorasrv.outputs import CLIENT
 
 MAX_SHOWN_PROBLEMS = 3
 ERROR_CODE = "lorasrv.error_code"
-"""Key of a request's scope: the code of the error that it was answered with, for its log line."""
+"""Key in the request's scope: the code of the error response, for the log line."""
 ERROR_CAUSE = "lorasrv.error_cause"
-"""Key of a request's scope: the message of that error, where the answer has another one."""
+"""Key in the request's scope: the error's own message, if the response has another one."""
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
 NO_ROUTE = "there is no such route; OpenAI's are below /v1"
 BROKEN_OFF = "generation_failed"
-"""Code of an answer that ended early."""
+"""Error code of an answer that ended early."""
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 _BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "window", "select"})
-"""Names that pydantic gives to branches of a union, in the location of a problem."""
+"""Names of union branches in the locations that pydantic reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Answer:
     code: str
     type: str = INVALID
     param: str | None = None
-    # False sends `x-should-retry: false`: openai-python retries every 409, 429 and 5xx without it, and a failure that
-    # would repeat costs three times the work.
+    # False sends `x-should-retry: false`. Without it, openai-python retries every 409, 429 and 5xx twice, so a
+    # permanent failure would cost three times the work.
     retry: bool = True
     retry_after_s: float | None = None
-    # Whether the server is about to end, so that its connections are, too.
+    # Whether to close the connection, because the server is about to end.
     closes: bool = False
     # Replaces the exception's own message, which may contain a path or other internals.
     message: str | None = None
 
 
-# Unknown errors repeat: without retries a bug costs its work once, not three times.
+# Unknown errors are bugs, which repeat on a retry, so clients are told not to retry.
 _BUG = Answer(500, "internal_error", SERVER, retry=False, message=INTERNAL_MESSAGE)
 ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.LorasrvError: _BUG,
@@ -70,14 +70,14 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.NotEnoughMemory: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.InvalidTrace: Answer(500, "invalid_trace", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
-    # Each try would cost a thread.
+    # Each retry would occupy a thread.
     engine_errors.AdapterLoadTimeout: Answer(503, "adapter_load_failed", SERVER, retry=False),
     engine_errors.AdapterDeleted: Answer(404, "adapter_deleted", param="model"),
     engine_errors.RetryLater: Answer(503, "server_busy", SERVER, retry_after_s=1.0),
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),
     engine_errors.InvalidLimits: Answer(400, "invalid_value"),
     engine_errors.LimitExceeded: Answer(429, "limit_exceeded", "rate_limit_error", retry_after_s=1.0),
-    # Repeated unchanged, it would take as long again.
+    # A retry would take as long again.
     engine_errors.RequestTimeout: Answer(504, "timeout", SERVER, param="timeout_s", retry=False),
     engine_errors.DeadlineUnreachable: Answer(
         503, "deadline_unreachable", SERVER, param="timeout_s", retry_after_s=1.0
@@ -92,7 +92,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.VerificationUnavailable: Answer(503, "verification_unavailable", SERVER, retry=False),
     engine_errors.VerificationBusy: Answer(429, "verification_running", "rate_limit_error", retry_after_s=30.0),
     engine_errors.VerificationFailed: Answer(503, "verification_failed", SERVER, retry=False),
-    # Worth one retry: the machine may have been the cause. The third time it is refused (`poison_requests.py`).
+    # Worth retrying, because the machine may have been the cause. The third try is refused (`poison_requests.py`).
     engine_errors.StepFailed: Answer(500, "step_failed", SERVER),
     engine_errors.OutOfMemory: Answer(503, "out_of_memory", SERVER, retry_after_s=10.0),
     engine_errors.PoisonRequest: Answer(400, "poison_request"),
@@ -128,7 +128,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
         message="the disk of the adapter store is full, and nothing changed; free some of it, then send this again",
     ),
     store_errors.StoreFollows: Answer(409, "store_follows", retry=False),
-    # Another server that follows the registry may reach it.
+    # Closes the connection: the retry may reach another server, which can reach the registry.
     store_errors.OriginUnreachable: Answer(503, "registry_unreachable", SERVER, retry_after_s=5.0, closes=True),
     store_errors.OriginDenied: Answer(502, "registry_refused", SERVER, retry=False),
     store_errors.OriginRefused: Answer(502, "registry_refused", SERVER, retry=False),
@@ -164,7 +164,7 @@ FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
     "/generate_stream": _TGI_FIELDS,
     "/": _TGI_FIELDS,
 }
-"""What the engine's fields are called in the bodies of a path, where it is something else."""
+"""By path, the body's names of the engine's fields, where they differ."""
 
 
 class ApiError(HTTPException):
@@ -193,9 +193,9 @@ class ModelNotFound(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Hold an error response: status, headers, the body, and the error's code, which not every body has.
+    """Hold an error response: status, headers, body, and the error's code, which some bodies do not contain.
 
-    `cause` is for the log: the error's own message, where the body has another one.
+    `cause` is for the log: the error's own message, if the body has another one.
     """
 
     status: int
@@ -205,7 +205,7 @@ class Failure:
     cause: str = ""
 
     def response(self) -> JSONResponse:
-        """Return a response that leaves code and cause in the request's scope: `ERROR_CODE`, `ERROR_CAUSE`."""
+        """Return a response that stores code and cause in the request's scope as `ERROR_CODE` and `ERROR_CAUSE`."""
         return _ErrorResponse(self)
 
 
@@ -220,14 +220,14 @@ class _ErrorResponse(JSONResponse):
 
 
 def cause_of(error: BaseException) -> str:
-    """Return why answers end that are closed for this: the error's name in metrics, or `CLIENT` for a cancellation."""
+    """Return the cause that metrics count for an answer ended by this error: its name; `CLIENT` for a cancellation."""
     if isinstance(error, ApiError):
         return error.code
     return engine_errors.name_of(type(error)) if isinstance(error, Exception) else CLIENT
 
 
 def describe(error: Exception, *, path: str = "") -> Failure:
-    """Return any exception as an answer to a request of this path."""
+    """Convert any exception to an error response in OpenAI's format, with the field names of the path's bodies."""
     if isinstance(error, HTTPException):
         return _describe_http(error)
     if isinstance(error, RequestValidationError):
@@ -281,7 +281,7 @@ def _describe_http(error: HTTPException) -> Failure:
     if isinstance(error, ApiError):
         code, param = error.code, error.param
     elif error.status_code == 404:
-        # The router's own says "Not Found" only.
+        # The router's own message is only "Not Found".
         message = NO_ROUTE
     kind = INVALID if error.status_code < 500 else SERVER
     body = error_body(message, kind, param, code)
@@ -289,7 +289,7 @@ def _describe_http(error: HTTPException) -> Failure:
 
 
 def _describe_validation(error: RequestValidationError) -> Failure:
-    """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
+    """Convert to 400 instead of FastAPI's 422, as clients of OpenAI's API expect."""
     problems: dict[str, list[Mapping[str, Any]]] = {}
     for problem in error.errors():
         problems.setdefault(field_name(location_of(problem)), []).append(problem)
@@ -304,7 +304,7 @@ def _describe_validation(error: RequestValidationError) -> Failure:
 
 
 def location_of(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """Return the location of a problem; one found by a whole object names its field in `ctx`."""
+    """Return the location of a problem. A validator of a whole object names the field in `ctx`."""
     field = problem.get("ctx", {}).get("field")
     return problem["loc"] if field is None else (*problem["loc"], field)
 
@@ -326,8 +326,9 @@ def describe_at(path: str, error: Exception) -> Failure:
 
 
 def describe_tgi(error: Exception) -> Failure:
-    """Convert to TGI's format: 400 becomes 422; a server error becomes 424, 503 if a retry may help, or 504 if too
-    late.
+    """Convert to TGI's format: 400 becomes 422; server errors become 424.
+
+    Errors with `Retry-After`, timeouts (504) and unknown errors (500) keep their status.
     """
     failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
@@ -344,6 +345,6 @@ def _status_and_type(failure: Failure, error: Exception) -> tuple[int, str]:
     if isinstance(error, ApiError) and error.code == BROKEN_OFF:
         return 500, "incomplete_generation"
     passes = "retry-after" in failure.headers or status == 504
-    # Unknown errors stay 500, which operators watch for.
+    # Unknown errors stay 500, because operators watch for that status.
     unforeseen = failure.body["error"]["code"] == "internal_error" and not isinstance(error, HTTPException)
     return (status if passes or unforeseen else 424), "generation"

@@ -24,10 +24,10 @@ _LOG = logging.getLogger(__name__)
 
 @router.get("/v1/adapters/{adapter_id}/stats")
 async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """Return the usage and cost of an id since its upload, over restarts, in total and by version.
+    """Return the usage and cost of an id since its upload, in total and by version. Restarts do not reset them.
 
-    `base`, or the base's name, is the base, visible to administrators who may see every adapter, as it covers all
-    traffic.
+    `base`, or the base's name, returns those of the base. Only administrators who may see every adapter can read
+    them, because they cover all traffic.
     """
     if _is_base(adapter_id, services, view):
         usage = (await _read(services, "", [BASE_KEY]))[BASE_KEY]

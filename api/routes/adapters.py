@@ -38,9 +38,9 @@ Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
 
 @router.put("/v1/blobs/sha256:{digest}")
 async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse:
-    """Store weights under their digest. Existing bytes are written again, which repairs a damaged disk.
+    """Store weights under their digest. Existing weights are written again, which repairs a damaged file.
 
-    Returns 200 if the weights existed, but only to callers that can read an id with them or have sent them before.
+    Returns 201, or 200 if the weights existed and the caller may read an id that uses them or has sent them before.
     """
     length = announced_length(request)
     upload, known = await run_in_threadpool(view.open_blob, digest, length)
@@ -57,9 +57,9 @@ async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse
 
 @router.post("/v1/adapters")
 async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_match: IfMatch) -> JSONResponse:
-    """Validate uploaded weights and defaults and register them under an id, and an alias.
+    """Validate uploaded weights and defaults, and register them under an id and optionally an alias.
 
-    Returns 201 for a new version, 200 if the id had this content with these defaults already.
+    Returns 201 for a new version, 200 if the id already has this content with these defaults.
     """
     config, own = await _with_tokens(body, services, view)
     checked = await check_defaults(body.defaults, services, view, own) if body.defaults else None
@@ -87,7 +87,10 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
 async def _with_tokens(
     body: AdapterBody, services: Services, view: ScopedStore
 ) -> tuple[dict[str, Any] | None, Tokenizer | None]:
-    """Return the config with the tokens that the uploaded tokenizer adds, and the tokenizer with them."""
+    """Return the config and the base's tokenizer, both extended by the tokens that the uploaded tokenizer adds.
+
+    The tokenizer is None if it adds no tokens, or the body has no defaults to check with it.
+    """
     if body.config is None or body.tokenizer is None:
         if body.config is not None and body.config.get("added_tokens"):
             why = "added_tokens are read from tokenizer.json; upload it, and send its digest as tokenizer"
@@ -124,7 +127,7 @@ def registered(done: Registration, checked: CheckedDefaults | None, more: Mappin
 async def list_adapters(
     services: ServicesDep, view: ViewDep, search: str = "", limit: Limit = None, after: str | None = None
 ) -> Response:
-    """List ids with their versions and aliases: those that contain `search`, at most `limit`, after the id `after`."""
+    """List ids with their versions and aliases: those containing `search`, at most `limit`, after the id `after`."""
     return await run_in_threadpool(_list_adapters, services, view, search, limit, after)
 
 
@@ -138,9 +141,10 @@ def _list_adapters(
 
 @router.get("/v1/adapters/{adapter_id}")
 async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) -> JSONResponse:
-    """Return an id with its versions and aliases, and the current version's upload report (null: no weights), verdict
-    (null: not verified) and persona (null: no defaults), whose defaults only its owner and administrators see; of a sum
-    how many of its adapters were deleted.
+    """Return an id with its versions and aliases, and details of the current version.
+
+    These are its upload report (null: no weights), verdict (null: not verified) and persona (null: no defaults). Only
+    the persona's owner and administrators see its defaults. For a sum, the persona has the number of deleted adapters.
     """
     record = await services.looking_up(partial(view.get, adapter_id))
     current = record.ref(record.current_version)
@@ -169,8 +173,10 @@ async def _snapshot(services: Services, ref: AdapterRef) -> dict[str, int] | Non
 
 
 async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
-    """Return the tier of the current version (null: unknown, the engine is dead, or it has no weights) and the traffic
-    of the id."""
+    """Return the tier of the current version and the traffic of the id.
+
+    The tier is null if it is unknown because the engine is dead, or the version has no weights.
+    """
     traffic = services.engine.request_stats
     account = traffic.of(record.adapter_id)
     try:
@@ -185,7 +191,7 @@ async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
 async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
-    """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
+    """Load an adapter into the pool before its requests arrive. Returns once it is resident, or at the deadline."""
     ref = await services.looking_up(partial(view.resolve_one, reference))
     target = ResolvedModel(reference, ref)
     if parts := await services.personas.parts(ref):
@@ -214,14 +220,13 @@ async def warm_adapter(
 async def change_adapter(
     reference: str, body: AdapterPatch, services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
-    """Change an adapter in one step: move the id to a version, move aliases, set limits (for all versions), or pin
-    it.
+    """Change an adapter in one step: set the current version, move aliases, set limits (for all versions), or pin it.
 
     Pinning returns when the adapter is resident or after ten seconds; unpinning returns at once.
 
-    A pin applies to the content that the reference names at that time, until it is unpinned or the server restarts: a
-    version uploaded later is not pinned, and the older one is unpinned by its own name (`mia@1`). With keys, pins and
-    limits need scope `admin`, as they take resources from other keys.
+    A pin applies to the content that the reference names now, until it is unpinned or the server restarts. Versions
+    uploaded later are not pinned; unpin an older one by its own name (`mia@1`). If the server uses keys, pins and
+    limits need scope `admin`, because they take resources from other keys.
     """
     change = body.wanted()
     _check_may_share_out(body, view.caller)
@@ -235,14 +240,14 @@ async def change_adapter(
         ref = record.ref(change.version)
     changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": digest_text(ref.key)}
     undo_pin = None
-    # First, as a pin may be refused, and then nothing must change. Unpinning is not refused.
+    # Pin first: if the pin is refused, nothing must change. Unpinning is never refused, so it comes last.
     if body.pinned:
         key = _pinnable(ref)
         if change is not None and not await _is_pinned(services, key):
             undo_pin = partial(services.engine.unpin, key)
         changed |= {"pinned": True, "tier": await _set_pinned(services, key, reference, True)}
     if change is not None:
-        # Also after the client has disconnected: otherwise the engine would keep the old limits.
+        # Shielded from the client's disconnection, after which the engine would keep the old limits.
         record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match, undo_pin))
         changed |= _changed(change, record)
     if body.pinned is False:
@@ -257,7 +262,7 @@ def _pinnable(ref: AdapterRef) -> AdapterKey:
 
 
 def _check_may_share_out(body: AdapterPatch, caller: Caller) -> None:
-    # Without limits is something to set; None of anything else is the same as leaving it out.
+    # `limits: null` removes limits, so it counts as given. For the other fields, null means that they are left out.
     given = (("pinned", "pins", body.pinned is not None), ("limits", "limits", "limits" in body.model_fields_set))
     for name, what, is_set in given:
         if is_set and not caller.may(Scope.ADMIN):
@@ -292,7 +297,7 @@ async def _is_pinned(services: Services, key: AdapterKey) -> bool:
 async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
     reached = await (services.engine.pin if pinned else services.engine.unpin)(key)
     if pinned and not await run_in_threadpool(services.store.is_named, key):
-        # Deleted meanwhile: without a name it could not be unpinned.
+        # The adapter was deleted meanwhile; without a name nobody could unpin it.
         await services.engine.unpin(key)
         raise AdapterNotFound(reference)
     return reached.tier
@@ -328,10 +333,10 @@ async def delete_adapter(
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] | Literal["all"] = 0.0,
     force: Switch = None,
 ) -> JSONResponse:
-    """Delete an id, or one version (`mia@3`): returns 202, and running requests finish with their version.
+    """Delete an id, or one version (`mia@3`). Returns 202 at once; running requests finish with their version.
 
-    `wait` returns 200 once they have finished, or 202 after so many seconds; `wait=all` returns 200 once no server that
-    follows this one takes new requests for it, and `followers` counts those that have said so.
+    With `wait` (seconds), returns 200 once they have finished, or 202 after that time. With `wait=all`, returns 200
+    once no server that follows this one accepts new requests for it; `followers` counts the servers that confirmed.
 
     `force` also deletes aliases that point to the version, and ends its requests on this server with an error.
     """
@@ -366,10 +371,12 @@ async def delete(
     force: bool = False,
     if_match: Collection[str] | None = None,
 ) -> Deletion:
-    """Delete as `AdapterStore.delete` does; the engine drops limits, and what no remaining name could reach: pins and
-    past answers."""
+    """Delete as `AdapterStore.delete` does, and drop the engine's state for it.
+
+    The engine drops the limits, and the pins and past answers that no remaining name can reach.
+    """
     gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
-    # Also after the client has disconnected: pins without a name would stay, and limits would apply to the next
+    # Shielded from the client's disconnection: pins without a name would stay, and the limits would apply to the next
     # adapter of that name.
     await asyncio.shield(_forget(services, view, gone))
     return gone

@@ -14,12 +14,13 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/batches")
 async def create(body: BatchBody, batches: AnsweredBatchesDep) -> dict[str, Any]:
-    """Answer every line of a file, after all online requests. `completion_window` is in minutes, hours or days:
-    `24h`.
+    """Answer every line of a file at a lower priority than online requests.
+
+    `completion_window` is a number of minutes, hours or days, such as `24h`.
     """
     window = (body.completion_window, body.window_s())
     age_s = None if body.output_expires_after is None else body.output_expires_after.seconds
-    # Also after the client has disconnected, so that memory and disk agree.
+    # Shielded from the client's disconnection, so that memory and disk agree.
     making = batches.create(body.input_file_id, body.endpoint, window, body.metadata, age_s)
     return batches.shown(await asyncio.shield(making))
 
@@ -41,6 +42,6 @@ async def show(batch_id: str, batches: BatchesDep) -> dict[str, Any]:
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel(batch_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """Stop sending lines; the results so far can be read when the batch is `cancelled`."""
+    """Stop sending lines. The results so far can be read once the batch is `cancelled`."""
     batches.get(batch_id)
     return batches.shown(await asyncio.shield(batches.cancel(batch_id)))

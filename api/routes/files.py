@@ -1,4 +1,4 @@
-"""Serve /v1/files, which keeps the inputs and results of batches for a while."""
+"""Serve /v1/files: the inputs and results of batches, which expire."""
 
 import asyncio
 from collections.abc import Iterator
@@ -51,10 +51,10 @@ BatchesDep = Annotated[ScopedBatches, Depends(get_batches)]
 
 
 async def get_answered_batches(batches: BatchesDep, services: ServicesDep) -> ScopedBatches:
-    """Return the caller's batches if their lines can be answered here.
+    """Return the caller's batches, if this server can answer their lines.
 
     Raises:
-        NoEngine: they cannot.
+        NoEngine: this server has no engine.
     """
     services.engine.check_computes()
     return batches
@@ -109,13 +109,13 @@ async def read_file(file_id: str, batches: BatchesDep) -> Response:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """Delete a file; a file that an open batch needs stays (409)."""
+    """Delete a file. Refused with 409 if an open batch needs it."""
     await asyncio.shield(batches.delete_file(file_id))
     return {"object": "file", "id": file_id, "deleted": True}
 
 
 def _opened(path: Path) -> Iterator[bytes]:
-    """Open the file now, so that a file deleted meanwhile is still read to its end."""
+    """Open the file now, so that it can be read to its end even if it is deleted meanwhile."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def page_after(oldest_first: list[T], after: str | None, limit: int, *, newest_f
     """Return a page after the record `after`, and whether there are more.
 
     Raises:
-        ApiError: 400, the record does not exist (any more), so the page is undefined.
+        ApiError: 400, the record `after` does not exist, or no longer exists.
     """
     records = oldest_first[::-1] if newest_first else oldest_first
     begin = 0

@@ -1,4 +1,4 @@
-"""Serve information, health and metrics: /info, /version, /ping, /health, /ready, /metrics, and GET /."""
+"""Serve server information, health and metrics: /info, /version, /ping, /health, /ready, /metrics, and GET /."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/info", dependencies=OF_ONE_SERVER)
 async def info(services: ServicesDep) -> dict[str, Any]:
-    """Return the model and settings: the applicable fields of TGI's and LoRAX's /info, and our own."""
+    """Return the model and settings: the fields of TGI's and LoRAX's /info that apply here, and our own."""
     engine, settings = services.engine, services.settings
     stats = engine.metrics.stats()
     return {
@@ -63,7 +63,7 @@ async def info(services: ServicesDep) -> dict[str, Any]:
 
 @router.get("/health")
 async def health(services: ServicesDep) -> JSONResponse:
-    """Return 200 while the engine is alive: its thread runs, and makes steps while there is work."""
+    """Return 200 while the engine is alive: its thread runs, and completes steps while there is work."""
     problem = services.health_problem
     if problem is None:
         return JSONResponse({"status": "ok"})
@@ -72,16 +72,16 @@ async def health(services: ServicesDep) -> JSONResponse:
 
 @router.get("/")
 async def root(request: Request, services: ServicesDep) -> Response:
-    """Lead browsers to the console; respond to all others as /health does, like TGI."""
+    """Redirect browsers to the console; respond to other clients as /health does, like TGI."""
     if "text/html" not in request.headers.get("accept", ""):
         return await health(services)
-    # Relative, for servers behind a proxy's prefix.
+    # The address is relative, so that it works behind a proxy that adds a path prefix.
     return RedirectResponse("console", headers={"vary": "accept"})
 
 
 @router.get("/ready")
 async def ready(services: ServicesDep) -> JSONResponse:
-    """Return 200 while the server should get requests."""
+    """Return 200 while the server should receive requests."""
     problem = services.ready_problem
     if problem is None and not await services.store_probe.is_writable():
         problem = "store not writable"

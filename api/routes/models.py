@@ -27,7 +27,7 @@ async def list_models(view: ViewDep, search: str = "", limit: Limit = None, afte
 async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return a model by any reference that a request may use, with the versions that answer and their shares.
 
-    The base's name may contain slashes, as names on hubs do; a client's `%2F` arrives here as a slash.
+    The base's name may contain slashes, as hub names do. A client's `%2F` arrives here as a slash.
     """
     if not name:
         raise HTTPException(404)
@@ -48,6 +48,6 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
         {"version": version, "digest": digest_text(record.ref(version).key), "share": share}
         for version, share in shares.items()
     ]
-    # For a split name, the version is chosen per request.
+    # If the alias is split between two versions, the version is chosen per request.
     root = targets[0]["digest"] if len(targets) == 1 else None
     return {**adapter_card(base, record), "id": name, "root": root, "targets": targets}

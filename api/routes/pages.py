@@ -1,6 +1,6 @@
 """Serve POST /v1/pages/offer and GET /v1/pages/{lease}: prefix pages for other servers of the cluster.
 
-Only the cluster's secret opens these routes: a hash that is found tells that some client has sent this prompt.
+These routes require the cluster's secret, because a hash that is found reveals that some client has sent this prompt.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 NUM_READERS = 2
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""The token is thrown away: a pass without one would need a way of its own through the scheduler."""
+"""The token is discarded. A pass that generates no token would need its own path through the scheduler."""
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
-# Servers of one version read it, and no client.
+# Hidden from the API description: only servers of the same version read these routes, no clients.
 router = APIRouter(route_class=JsonRoute, include_in_schema=False)
 
 
 class PrefixBody(BaseModel):
-    """Hold the beginning of a prompt that is a persona's own."""
+    """Describe the beginning of a prompt that comes from a persona."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ class PrefixBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """Hold a prompt whose pages are to be computed if they are not there."""
+    """Hold a prompt whose pages to compute if they are missing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,18 +69,18 @@ class OfferBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     layout: int
-    # What has to be equal on both servers.
+    # Properties that must be equal on both servers.
     facts: dict[str, Any]
     digests: Annotated[list[_Digest], Field(min_length=1)]
-    # None: only pages that are there are wanted.
+    # None: send existing pages only.
     prompt: PromptBody | None
-    # Longest time that the asking server waits.
+    # How long the requesting server waits at most.
     wait_s: Annotated[float, Field(gt=0, le=600)]
 
 
 @router.post("/v1/pages/offer")
 async def offer_pages(request: Request, body: OfferBody, services: ServicesDep) -> PageOffer:
-    """Hold pages for a server that reads them next, for half a minute; compute them first if it gives their prompt."""
+    """Hold pages for half a minute, so that another server can read them. Given their prompt, compute missing ones."""
     lender = services.engine.pages
     check_equal(lender, body)
     if body.prompt is not None and services.settings.role == DECODE:
@@ -93,7 +93,7 @@ async def offer_pages(request: Request, body: OfferBody, services: ServicesDep) 
 
 @router.get("/v1/pages/{lease}")
 async def read_pages(lease: str, services: ServicesDep) -> Response:
-    """Send the pages of a lease as frames, and end it."""
+    """Send the pages of a lease as frames, and end the lease."""
     lender = services.engine.pages
     num_pages = lender.num_pages(lease)
     return ByteStream(
@@ -105,10 +105,10 @@ async def read_pages(lease: str, services: ServicesDep) -> Response:
 
 
 def check_equal(lender: "PageLender", body: OfferBody) -> None:
-    """Check that the pages of both servers mean the same, to the bit.
+    """Check that the pages of both servers are compatible bit by bit.
 
     Raises:
-        PagesDiffer: they do not; names what differs.
+        PagesDiffer: they are not; the message names the differences.
     """
     if body.layout != LAYOUT:
         raise PagesDiffer(f"layout: this server sends pages in layout {LAYOUT}, not {body.layout}")
@@ -119,7 +119,7 @@ def check_equal(lender: "PageLender", body: OfferBody) -> None:
 
 
 async def _offer(services: Services, body: OfferBody, prompt: PromptBody | None) -> PageLease:
-    """Lease the pages, those of `prompt` computed if they are not there."""
+    """Lease the pages; given `prompt`, compute missing ones first."""
     engine = services.engine
     digests = [bytes.fromhex(digest) for digest in body.digests]
     lease = await engine.pages.offer(digests)
@@ -132,7 +132,7 @@ async def _offer(services: Services, body: OfferBody, prompt: PromptBody | None)
 
 
 async def _compute(engine: ServedEngine, prompt: PromptBody, wait_s: float) -> None:
-    """Compute the pages of a prompt, in turn with the other requests of its key.
+    """Compute the pages of a prompt, scheduled like the other requests of its key.
 
     Raises:
         LorasrvError, AdapterError: as `AsyncEngine.add`.
@@ -153,10 +153,10 @@ async def _compute(engine: ServedEngine, prompt: PromptBody, wait_s: float) -> N
 
 
 async def _frames(lender: "PageLender", lease: str, num_pages: int) -> AsyncGenerator[memoryview | bytes, None]:
-    """Yield the stream of a lease, one frame read ahead.
+    """Yield the stream of a lease, reading one frame ahead.
 
     Raises:
-        ConnectionAbortedError: the lease has ended meanwhile.
+        ConnectionAbortedError: the lease ended meanwhile.
     """
     loop = asyncio.get_running_loop()
 
@@ -183,7 +183,7 @@ def _read(lender: "PageLender", lease: str, first: int, count: int) -> tuple[mem
 
 @cache
 def _readers() -> Executor:
-    # Not before the engine: the start has something to do before torch is imported.
+    # Imported late, because the server has work to do at its start before it imports torch.
     from lorasrv.worker.device import compute_alone
 
     return ThreadPoolExecutor(NUM_READERS, "page-read", initializer=compute_alone)

@@ -1,4 +1,4 @@
-"""Serve /v1/adapters/{id}/defaults: read the defaults of a version, and make a version with others; and :snapshot."""
+"""Serve /v1/adapters/{id}/defaults, which reads defaults and creates versions with other ones, and :snapshot."""
 
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.get("/v1/adapters/{reference}/defaults")
 async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """Return the defaults of a version (null: none), to its owner and administrators."""
+    """Return the defaults of a version (null: none). Only its owner and administrators may read them."""
     ref = await services.looking_up(partial(view.resolve_one, reference))
     await _check_owner(ref, services, view, "read")
     defaults = (await services.personas.find(ref)).shown(may_read=True)["defaults"] if ref.persona else None
@@ -44,8 +44,10 @@ async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) ->
 async def make_snapshot(
     reference: str, request: Request, services: ServicesDep, view: ViewDep, caller: CallerDep
 ) -> dict[str, Any]:
-    """Keep the keys and values of a version's fixed prompt on the disk, computing them if need be; return their tokens
-    and bytes. Nothing is done if they are kept already."""
+    """Store the keys and values of a version's fixed prompt on disk, computing them if needed.
+
+    Returns the number of tokens and bytes. Does nothing if they are already stored.
+    """
     ref = await services.looking_up(partial(view.resolve_one, reference))
     await _check_owner(ref, services, view, "keep")
     name = f"{ref.adapter_id}@{ref.version}"
@@ -72,10 +74,12 @@ async def make_snapshot(
 async def put_defaults(
     reference: str, body: dict[str, Any], services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
-    """Make a version with these defaults and the weights (or `adapters`) of the one that is named, and make it current;
-    {} leaves it without defaults. Those of a version that has some are changed by its owner and administrators only.
+    """Create a version with these defaults and the weights (or `adapters`) of the named version, and make it current.
 
-    Returns 201 for a new version, 200 if the id had both together already.
+    The body {} creates a version without defaults. If the named version has defaults, only its owner and
+    administrators may change them.
+
+    Returns 201 for a new version, 200 if the id already has these weights with these defaults.
     """
     ref: AdapterRef = await run_in_threadpool(view.resolve_one, reference)
     await _check_owner(ref, services, view, "change")
@@ -96,10 +100,10 @@ async def put_defaults(
 
 
 async def _check_owner(ref: AdapterRef, services: Services, view: ScopedStore, verb: str) -> None:
-    """Check that the caller may read and change the defaults of a version, if it has some.
+    """Check that the caller may read and change the defaults of a version, if it has any.
 
     Raises:
-        ApiError: 403, they are another key's.
+        ApiError: 403, the defaults belong to another key.
     """
     if ref.persona and not view.may_read_defaults((await services.personas.find(ref)).owner):
         message = f"only its owner and administrators {verb} the defaults of {ref.adapter_id}@{ref.version}"

@@ -26,19 +26,19 @@ Names = Mapping[AdapterKey, list[tuple[AdapterId, int]]]
 async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the pool's memory map: pages_free + pages_kv + pages_prefix + pages_adapters = pages_total.
 
-    Includes the adapters with the most traffic, and what the host memory is used for. Keys without scope `admin` see
-    the counts of pages, their own requests and the adapters that they may see.
+    Includes the adapters with the most traffic, and the use of host memory. Keys without scope `admin` see the page
+    counts, their own requests and the adapters that they may see.
     """
     pool = await services.engine.pool_map()
     traffic = await _traffic(services, view)
-    # In a thread: the store may have thousands of adapters.
+    # In a thread, because the store may have thousands of adapters.
     shown = await run_in_threadpool(lambda: _as_json(pool, _names(view.list_adapters()), view))
     memory = _memory(services, pool) if view.is_unrestricted else None
     return {**shown, "memory": memory, "traffic": traffic}
 
 
 def _memory(services: Services, pool: PoolMap) -> dict[str, int | None]:
-    """Return the resident memory of this process, None where the system does not say, and what is known to be in it.
+    """Return the resident memory of this process (None if the system does not report it) and its known parts.
 
     On CUDA, weights and pool are in the device's memory instead.
     """
@@ -53,7 +53,10 @@ def _memory(services: Services, pool: PoolMap) -> dict[str, int | None]:
 
 
 async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
-    """Return traffic with `hottest` by tokens per second; the base has neither digest nor tier."""
+    """Return total traffic, and in `hottest` the ids with the most tokens per second.
+
+    The base has neither digest nor tier.
+    """
     traffic = services.engine.request_stats
     asked = traffic.hottest(MAX_ACCOUNTS)
     totals = [traffic.total]
@@ -61,7 +64,7 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
         records = view.records()
         asked = [(name, account) for name, account in asked if name in records]
         totals = [account for _, account in asked]
-    # An account is live: while tiers are asked for, another request may change its key.
+    # Copy the keys: another request may change an account's key while this one awaits the tiers.
     hottest = [(adapter_id, account, account.key) for adapter_id, account in asked[:MOST_HOT]]
     keys = {key for _, _, key in hottest if key is not None}
     tiers = dict(zip(keys, await asyncio.gather(*map(services.engine.tier, keys)), strict=True))
@@ -84,7 +87,7 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
 
 
 def _names(records: Iterable[AdapterRecord]) -> Names:
-    """Map each content to the versions that it is: (id, number)."""
+    """Map each content to the versions that have it, as (id, version number)."""
     names = defaultdict(list)
     for record in records:
         for version in record.versions:

@@ -1,4 +1,4 @@
-"""Serve /v1/registry: what servers that follow this one ask of it."""
+"""Serve /v1/registry: the routes for servers that follow this one."""
 
 import json
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from api.serving.services import ServicesDep
 from lorasrv.metrics.usage_batch import MAX_NUMBER, from_rows
 from lorasrv.metrics.usage_db import BATCH_ACCOUNTS
 
-# Servers of a cluster read it, and no client.
+# Hidden from the API description: only servers of the cluster use these routes, no clients.
 router = APIRouter(route_class=JsonRoute, include_in_schema=False)
 MAX_WAIT_S = 60.0
 _History = Annotated[str, Field(pattern="^[0-9a-f]{0,32}$")]
@@ -26,15 +26,15 @@ _Replica = Annotated[str, Field(pattern="^[0-9a-f]{8,64}$")]
 
 
 class LeaseBody(BaseModel):
-    """Hold what a follower says when it renews its lease."""
+    """Hold a follower's state, sent when it renews its lease."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     replica: _Replica
     history: _History = ""
-    # Of the names that it shows; -1: of none yet.
+    # Revision of the names that the follower shows; -1: it has none yet.
     revision: Annotated[int, Field(ge=-1)] = -1
-    # Whether it ends now.
+    # Whether the follower is stopping.
     ends: bool = False
     loans: LoanQuestion = LoanQuestion(number=0)
     shares: ShareQuestion = ShareQuestion(number=0)
@@ -51,7 +51,7 @@ class UsageBody(BaseModel):
 
 
 class _Weights(FileResponse):
-    """Send a file, or a range of it, in pieces that take few turns of the event loop."""
+    """Send a file, or a range of it, in chunks so large that the event loop handles few of them."""
 
     chunk_size = 1 << 20
 
@@ -64,9 +64,9 @@ async def changes(
     keys: Annotated[str | None, Query(max_length=32)] = None,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
 ) -> Response:
-    """Return the ids that changed after a revision of a history, and all keys if their digest is another one.
+    """Return the ids that changed after the revision `after` of `history`, and all keys if their digest is not `keys`.
 
-    Waits up to `wait_s` for one of both; without a known history the ids come from the first on, in pages.
+    Waits up to `wait_s` seconds for a change of either. If the history is unknown, returns all ids, in pages.
     """
     position = None if history is None or after is None else Position(history, after)
     found = await services.registry.changes(position, keys, wait_s)
@@ -76,14 +76,14 @@ async def changes(
 
 @router.get("/v1/registry/blobs/{digest}")
 async def blob(digest: str, services: ServicesDep) -> FileResponse:
-    """Return weights by their digest; `Range` continues a transfer that broke."""
+    """Return weights by their digest; `Range` resumes an interrupted transfer."""
     path = await run_in_threadpool(services.registry.blob, digest)
     return _Weights(path, media_type="application/octet-stream")
 
 
 @router.post("/v1/registry/lease")
 async def lease(body: LeaseBody, services: ServicesDep) -> dict[str, Any]:
-    """Extend a follower's lease; what it has taken over counts as acknowledged."""
+    """Extend a follower's lease, and record the revision that it has applied as acknowledged."""
     if body.ends:
         await services.registry.leases.end(body.replica)
         return {"lease_s": 0.0}
@@ -92,7 +92,7 @@ async def lease(body: LeaseBody, services: ServicesDep) -> dict[str, Any]:
 
 @router.post("/v1/registry/usage")
 async def usage(body: UsageBody, services: ServicesDep) -> dict[str, bool]:
-    """Count what a follower has counted, once however often it comes; return whether it was counted now."""
+    """Add a batch of a follower's usage to the ledger, unless it was added before; return whether it was added now."""
     services.registry.check_is_owner()
     try:
         usages = await run_in_threadpool(from_rows, body.usage)

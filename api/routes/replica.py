@@ -1,4 +1,4 @@
-"""Serve GET /v1/replica, what an edge of this server's cluster wants to know of it."""
+"""Serve GET /v1/replica: this server's state for the edges of its cluster."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ router = APIRouter()
 
 @router.get(REPLICA, include_in_schema=False)
 async def show_replica(services: ServicesDep) -> dict[str, Any]:
-    """Return the base's name, the engine's fingerprint, what steps cost in seconds, and what there is to do."""
-    # First what a registry without an engine refuses.
+    """Return the base's name, the engine's fingerprint, the cost of steps in seconds, and the current load."""
+    # Read these first: a registry without an engine refuses them.
     fingerprint, figures = services.engine.fingerprint, services.engine.metrics.stats()
     load = ReplicaLoad.of(figures)
     return {

@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/generate")
 async def tgi_generate(request: Request, body: GenerateBody, services: ServicesDep, caller: CallerDep) -> Response:
-    """Continue a text, and respond when it is complete."""
+    """Continue a text, and respond when the answer is complete."""
     if body.stream:
         raise InvalidRequest("stream is not served here; use /generate_stream", param="stream")
     return await _answer(request, body, services, caller, streamed=False)
@@ -43,7 +43,7 @@ async def tgi_generate_stream(
 
 @router.post("/")
 async def tgi_root(request: Request, body: GenerateBody, services: ServicesDep, caller: CallerDep) -> Response:
-    """Respond as /generate_stream if `stream` is true, else as /generate with the answer in a list."""
+    """Respond like /generate_stream if `stream` is true, and otherwise like /generate with the answer in a list."""
     return await _answer(request, body, services, caller, streamed=bool(body.stream), as_list=True)
 
 
@@ -51,7 +51,7 @@ async def _answer(
     request: Request, body: GenerateBody, services: Services, caller: Caller, *, streamed: bool, as_list: bool = False
 ) -> Response:
     parameters = body.wanted(streamed)
-    # Without a model, the base responds.
+    # Without a model, the base answers.
     model = body.model or services.base_name
     plan = partial(_plan, body, streamed, as_list)
     turn = body.inputs if parameters.apply_chat_template else None
@@ -82,7 +82,8 @@ async def _plan(
         _tokenizer(target, services), parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0
     )
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
-    # As in TGI, an answer goes on with its prompt's text, and has the stop sequence that ended it.
+    # As in TGI, the answer keeps the stop sequence that ended it. Without a chat template, it also keeps a leading
+    # space, because it continues the prompt's text.
     text = TextOptions(strip_start=bool(parameters.apply_chat_template), keep_stop=True)
     return GenerationPlan(
         writer=writer,
@@ -100,7 +101,7 @@ def _tokenizer(target: ResolvedModel, services: Services) -> Tokenizer:
 
 
 def _prompt_ids(body: GenerateBody, parameters: Parameters, target: ResolvedModel, services: Services) -> list[int]:
-    """Return the prompt's tokens, the last `truncate` if it is set, as TGI does."""
+    """Return the prompt's tokens; if `truncate` is set, only the last `truncate` ones, as in TGI."""
     tokenizer, longest = _tokenizer(target, services), services.engine.max_model_len - 1
     if parameters.truncate is not None and parameters.truncate > longest:
         raise InvalidRequest(f"truncate must be between 1 and {longest}", param="truncate")
@@ -115,7 +116,7 @@ def _prompt_ids(body: GenerateBody, parameters: Parameters, target: ResolvedMode
 
 
 def _conversation(inputs: str, target: ResolvedModel, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a conversation of one turn, after the persona's texts."""
+    """Return the tokens of a conversation: the persona's texts, then one turn."""
     plain: list[dict[str, Any]] = [{"role": "user", "content": inputs}]
     if (persona := target.persona) is None:
         return template.encode(plain, tokenizer)

@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute)
 async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """Return the token ids of a prompt or of a conversation, exactly as a request would use them.
 
-    There may be more than the context holds, but no text whose length alone exceeds it.
+    There may be more ids than the context holds. Texts so long that they cannot fit are refused without tokenizing.
     """
     tokenizer = await _tokenizer_of(body.model, services, view)
     work = partial(_tokenize, body, services, tokenizer)
@@ -31,7 +31,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, str]:
-    """Return the text of token ids, special tokens included; at most as many ids as the context holds."""
+    """Return the text of token ids, including special tokens. Refuses more ids than the context holds."""
     tokenizer = await _tokenizer_of(body.model, services, view)
     return await run_in_threadpool(_detokenize, body, services, tokenizer)
 
@@ -40,7 +40,7 @@ async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep)
 async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
     """Return the special tokens of the base's tokenizer by name, and the chat template.
 
-    Adapters may have tokens beyond these: /tokenize and /detokenize use them with the adapter as `model`.
+    Adapters may add tokens: /tokenize and /detokenize know them if `model` names the adapter.
     """
     tokenizer, template = services.engine.tokenizer, services.engine.chat_template
     return {
@@ -89,7 +89,7 @@ def _ids(body: TokenizeBody, services: Services, tokenizer: Tokenizer) -> list[i
 def _detokenize(body: DetokenizeBody, services: Services, tokenizer: Tokenizer) -> dict[str, str]:
     most = services.engine.max_model_len
     if len(body.tokens) > most:
-        # A number of three digits may stand for eighty characters.
+        # Bounds the size of the response: a token id of three digits may stand for eighty characters.
         raise InvalidRequest(
             f"the context holds {most} tokens, but these are {len(body.tokens)}; send them in parts", param="tokens"
         )

@@ -1,4 +1,4 @@
-"""Refuse routes of the OpenAI and Anthropic APIs that clients try, naming the alternative."""
+"""Refuse unsupported routes of the OpenAI and Anthropic APIs that clients try; name the alternative."""
 
 from fastapi import APIRouter
 from starlette.responses import Response

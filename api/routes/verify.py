@@ -1,4 +1,4 @@
-"""Serve POST /v1/adapters/{id}:verify, which compares a stored adapter as served with PEFT."""
+"""Serve POST /v1/adapters/{id}:verify, which compares an adapter's outputs on this server with PEFT's."""
 
 import asyncio
 import contextlib
@@ -33,15 +33,15 @@ router = APIRouter(route_class=JsonRoute)
 async def verify_adapter(
     reference: str, body: VerifyBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> Response:
-    """Verify an adapter in a separate process, which ends with the request; the verdict is stored with the version."""
-    # Here, and not when minutes have brought a verdict that cannot be kept.
+    """Verify an adapter in a separate process, which ends with the request; store the verdict with the version."""
+    # Check before computing for minutes: a server that does not own the registry cannot store the verdict.
     services.registry.check_is_owner()
     if body.ignore_memory and not view.caller.may(Scope.ADMIN):
-        # A server without memory would go down, for all clients.
+        # If memory runs out, the server goes down for all clients.
         raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")
     services.verifier.check_ready(view.sees)
     ref, key = await run_in_threadpool(view.resolve_weights, reference)
-    # Held until the response is complete: the other process reads the stored file.
+    # Held until the response is complete, because the other process reads the stored file.
     hold = await run_in_threadpool(services.store.hold, key)
     job = await run_in_threadpool(_make_job, services, ref, key, body)
 
@@ -56,7 +56,7 @@ async def verify_adapter(
             "created": int(time.time()),
             **figures,
         }
-        # A version deleted meanwhile cannot store the verdict, but the caller gets it.
+        # If the version was deleted meanwhile, the verdict is not stored, but the caller still gets it.
         with contextlib.suppress(AdapterNotFound):
             await run_in_threadpool(services.store.version_history.record_verdict, ref, verdict)
         return verdict
@@ -70,7 +70,7 @@ async def verify_adapter(
 def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: VerifyBody) -> VerifyJob:
     """Build the job. Call in a thread: it reads the disk and tokenizes."""
     config, store = services.settings.engine_config(), services.store
-    # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
+    # Read all weights, so that damaged ones are refused as on other routes and not reported as a failed verification.
     peft, spec = store.version_history.peft_dir(ref), store.load(key).spec
     if spec.vocab_size:
         why = f"{ref.adapter_id}@{ref.version} has {spec.vocab_size} tokens, and the base has others to compare it with"
@@ -78,7 +78,7 @@ def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: Verify
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.stats().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))
-    # The other process has no GPU: what the server computes on one is computed as on a CPU.
+    # The other process uses no GPU: it computes on the CPU even if the server computes on a GPU.
     kernels = "auto" if config.model.kernels == "triton" else config.model.kernels
     new_tokens = min(NEW_TOKENS, services.engine.max_model_len // 2)
     return VerifyJob(
@@ -96,7 +96,13 @@ def _make_job(services: Services, ref: AdapterRef, key: AdapterKey, body: Verify
 
 
 def _prompts(services: Services, body: VerifyBody, max_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return token ids, rendered with the chat template if there is one; built-in prompts are cut to fit."""
+    """Return the token ids of the prompts, rendered with the chat template if there is one.
+
+    Built-in prompts are cut to `max_tokens`.
+
+    Raises:
+        InvalidRequest: a prompt of the body is empty or longer.
+    """
     if body.prompts is None:
         return tuple(tuple(_encode(services, text)[:max_tokens]) for text in BUILTIN_PROMPTS)
     prompts = []
@@ -118,7 +124,7 @@ def _encode(services: Services, text: str) -> list[int]:
 
 
 class _VerifyStream:
-    """Stream a verification as events: progress, then the verdict or the error."""
+    """Stream a verification as events: progress, and at the end the verdict or the error."""
 
     def __init__(self, verify: Verify) -> None:
         self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()

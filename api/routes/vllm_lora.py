@@ -1,5 +1,6 @@
-"""Serve vLLM's routes that load and unload adapters, from folders on the server's machine, if its operator allows
-that.
+"""Serve vLLM's routes that load and unload adapters.
+
+They load folders on the server's machine, if its operator allows that.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ async def unload_lora_adapter(body: UnloadBody, services: ServicesDep, view: Vie
     """Delete an id with all its versions, as DELETE /v1/adapters does; running requests finish."""
     _import_root(services)
     try:
-        # Ids only: vLLM's clients do not mean a version (`mia@3`) by a name.
+        # Accept ids only: vLLM's clients do not name versions (`mia@3`).
         record = await run_in_threadpool(view.get, body.lora_name)
         await delete(services, view, record.adapter_id)
     except AdapterNotFound:
@@ -89,7 +90,7 @@ def _add(services: Services, view: ScopedStore, root: ImportRoot, body: LoadBody
 
 
 def _check_new(view: ScopedStore, name: str) -> None:
-    """Check that the name is free, before anything is read.
+    """Check that the name is free before reading the folder.
 
     Raises: AdapterExists.
     """
