@@ -1,7 +1,7 @@
 """Define the bodies of the routes below /v1/adapters, and of vLLM's two routes that load and unload adapters.
 
-Bodies below /v1/adapters refuse unknown fields, which can only be typing errors; vLLM's ignore them, as vLLM's clients
-send others.
+Bodies below /v1/adapters refuse unknown fields, which can only be typing errors. Bodies of vLLM's routes ignore them,
+because vLLM's clients send more fields.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -30,10 +30,10 @@ _OF_WEIGHTS = ("stored", "allow_partial", "allow_drift", "tokenizer")
 class AdapterBody(ClosedBody):
     """Register uploaded weights: an id, the parsed adapter_config.json, and the weights' digest.
 
-    `defaults` are what requests have where they say nothing else; an id that has some needs no weights. `alias` is
-    moved to the new version. `stored` is the form that it is kept in, by default the server's (`--adapter-storage`);
-    with `allow_drift` int8 is accepted however much it changes the adapter. `tokenizer` is the digest of an uploaded
-    tokenizer.json, which names tokens that the adapter has beyond the base's.
+    `defaults` apply to fields that requests leave out; an id with defaults needs no weights. `alias` is moved to the
+    new version. `stored` is the storage format, by default the server's (`--adapter-storage`); with `allow_drift`,
+    int8 is accepted regardless of how much it changes the adapter. `tokenizer` is the digest of an uploaded
+    tokenizer.json with the tokens that the adapter adds to the base's.
     """
 
     id: str
@@ -63,7 +63,7 @@ class AdapterBody(ClosedBody):
 
 
 class LimitsBody(ClosedBody):
-    """Limit what one id may use at a time, as `lorasrv.config.Limits` does."""
+    """Limit the resources that one id may use at a time; the fields are those of `lorasrv.config.Limits`."""
 
     max_running: _Count | None = None
     max_queued: _Count | None = None
@@ -75,7 +75,7 @@ class LimitsBody(ClosedBody):
         """Return the limits that are set.
 
         Raises:
-            InvalidRequest: a limit is out of range; names it.
+            InvalidRequest: a limit is out of range; the message names it.
         """
         given: dict[str, Any] = self.model_dump(exclude_none=True)
         try:
@@ -88,8 +88,8 @@ class LimitsBody(ClosedBody):
 class AdapterPatch(ClosedBody):
     """Change an adapter. `limits` replaces all limits of the id; null or {} removes them.
 
-    `version` becomes the current one. `aliases` maps a name to a version, to two with shares ({"3": 0.9, "4": 0.1}), or
-    to null, which removes the alias; aliases that are not named stay.
+    `version` becomes the current version. `aliases` maps each alias to a version, to two versions with shares
+    ({"3": 0.9, "4": 0.1}), or to null, which removes the alias. Aliases that are not named stay.
     """
 
     pinned: bool | None = None
@@ -130,14 +130,14 @@ class WarmBody(ClosedBody):
 
 
 MAX_TIMEOUT_S = 3600
-"""Only one adapter is verified at a time, so others wait for so long at most."""
+"""Only one adapter is verified at a time, so the next one may wait this long."""
 MAX_PROMPT_CHARS = 16_384
 
 
 class VerifyBody(ClosedBody):
-    """Set the verification: `prompts` as a user would write them, by default the built-in ones.
+    """Configure a verification. `prompts` are as a user would write them, by default the built-in ones.
 
-    `ignore_memory` starts even if memory is likely to run out. `stream` reports progress as events.
+    `ignore_memory` starts it even if memory is likely to run out. `stream` reports progress as events.
     """
 
     prompts: (
@@ -153,7 +153,7 @@ class VerifyBody(ClosedBody):
 
 
 class LoadBody(KnownBody):
-    """Register a folder; with `load_inplace`, an id that exists gets a new version."""
+    """Register a folder; with `load_inplace`, an existing id gets a new version."""
 
     UNSUPPORTED: ClassVar = {"pinned": (None, False), "is_3d_lora_weight": (None, False)}
 

@@ -1,9 +1,9 @@
-"""Define the base classes of bodies: strict types, with a bound on the work of validation.
+"""Define the base classes of bodies, which have strict types and bound the work of validation.
 
 Bodies are validated on the event loop, and pydantic collects every error it finds: a million wrong values give a
-million errors for each branch of a union, which takes half a minute and gigabytes. Therefore a list stops at its first
-wrong item (`Items`), and objects with more entries than any valid one are not validated (`at_most`). A test checks
-that no list or object in the schemas lacks this.
+million errors for each branch of a union, which takes half a minute and gigabytes. Therefore validation of a list stops
+at its first wrong item (`Items`), and objects with more entries than any valid one are refused unread (`at_most`). A
+test checks that every list and object in the schemas has such a bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ MAX_FIELDS = 64
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """Refuse an object with more entries before any of them is validated."""
+    """Return a validator that refuses an object with more entries before validating any of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > entries:
@@ -35,13 +35,13 @@ class Body(BaseModel):
 
 
 class KnownBody(Body):
-    """Base of objects of which other servers know more fields: those are refused, unless the value has no effect.
+    """Base of objects that have more fields on other servers. Those fields are refused, unless the value has no effect.
 
-    Fields unknown to all are ignored, as clients of other servers send many.
+    Fields that no server knows are ignored, because clients send many.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Field -> values without effect. Fields that a subclass declares are supported."""
+    """Maps refused fields to their values without effect. Fields that a subclass declares are supported."""
 
     @model_validator(mode="before")
     @classmethod
@@ -54,7 +54,7 @@ class KnownBody(Body):
 
 
 def _same(value: Any, inert: Any) -> bool:
-    """Compare JSON values: unlike in Python, true is not 1."""
+    """Return whether JSON values are equal; unlike in Python, true is not 1."""
     return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
 
 
@@ -66,7 +66,7 @@ class ClosedBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        """Bound the number of fields, as each unknown one would be an error of its own."""
+        """Bound the number of fields, because each unknown field adds an error."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise PydanticCustomError("too_many_entries", f"an object here must have at most {MAX_FIELDS} fields")
         return value

@@ -37,7 +37,7 @@ class BatchBody(Body):
         """Return the completion window in seconds.
 
         Raises:
-            InvalidRequest: it is longer than a batch is kept.
+            InvalidRequest: it is longer than batches are kept.
         """
         seconds = int(self.completion_window[:-1]) * WINDOW_UNITS_S[self.completion_window[-1]]
         if seconds > MAX_WINDOW_S:
@@ -60,8 +60,8 @@ def file_purpose(fields: Mapping[str, str]) -> str:
 
 
 def file_age_s(fields: Mapping[str, str]) -> int | None:
-    """Return the file's lifetime from `expires_after[anchor]` and `expires_after[seconds]`, as OpenAI's client sends
-    them.
+    """Return the file's lifetime in seconds, from `expires_after[anchor]` and `expires_after[seconds]` as OpenAI's
+    client sends them; None without them.
 
     Raises: InvalidRequest.
     """

@@ -1,4 +1,4 @@
-"""Define the field that names several adapters, whose sum answers."""
+"""Define the field that names several adapters whose weighted sum answers."""
 
 from typing import Annotated
 
@@ -11,14 +11,14 @@ MAX_REFERENCE_CHARS = 160
 
 
 class AdapterWeight(ClosedBody):
-    """Name one adapter of a sum, as `model` would, and what its part is multiplied by."""
+    """Name one adapter of a sum, with a name that `model` accepts, and its factor."""
 
     id: Annotated[str, Field(min_length=1, max_length=MAX_REFERENCE_CHARS)]
     weight: Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
 
 
 class PinnedAdapter(AdapterWeight):
-    """Name one version of a stored sum; the server adds which content that is, and checks it at each request."""
+    """Name one version in a stored sum. The server adds the digest of its content, and checks it at each request."""
 
     digest: Annotated[str, Field(max_length=MAX_REFERENCE_CHARS)] | None = None
 

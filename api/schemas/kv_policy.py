@@ -1,4 +1,4 @@
-"""Define the field that says which keys and values the tokens of a request see."""
+"""Define the field that selects the keys and values that a request's tokens attend to."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ class _Policy(ClosedBody):
 
 
 class WindowBody(_Policy):
-    """Let each token see the first `sink` tokens (16) and the `recent` ones before it only; the others are dropped.
+    """Let each token attend only to the first `sink` tokens (default 16) and the last `recent` tokens; drop the others.
 
     Sizes are rounded up to whole pages of 16 tokens; `recent` is at least 64.
     """
@@ -33,9 +33,10 @@ class WindowBody(_Policy):
 
 
 class SelectBody(_Policy):
-    """Keep `budget` tokens: the first `sink` (16), the `recent` ones (128), and the pages with the most attention.
+    """Keep `budget` tokens: the first `sink`, the last `recent`, and the pages with the most attention.
 
-    They are selected at the prompt's end, and again every `every` tokens (256).
+    They are selected at the end of the prompt, and again after every `every` tokens. By default, `sink` is 16, `recent`
+    is 128, and `every` is 256.
     """
 
     kind: Literal["select"]

@@ -42,13 +42,16 @@ _AS_GIVEN = (
     "fsd_ngram",
 )
 LIMIT_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
-"""Names of how long an answer may be."""
+"""Names of the field that limits the length of an answer, in tokens."""
 MAX_PROMPTS = 256
 MAX_COMPLETION_LOGPROBS = 5
 
 
 class StreamOptions(KnownBody):
-    """Configure usage in streams: in a last chunk without choices (`include_usage`), or in every chunk."""
+    """Configure usage in streams.
+
+    `include_usage` sends it in a last chunk without choices, `continuous_usage_stats` in every chunk.
+    """
 
     UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
 
@@ -57,7 +60,7 @@ class StreamOptions(KnownBody):
 
 
 class DrawingFields(Body):
-    """Define how tokens are drawn, and what ends an answer but for its length."""
+    """Define how tokens are sampled, and what ends an answer, except for its length."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -90,17 +93,17 @@ class LengthFields(Body):
 
 
 class SamplingFields(DrawingFields, LengthFields):
-    """Define how an answer is sampled and where it ends: in chats and completions, and in a persona's defaults."""
+    """Define how an answer is sampled and where it ends, for chats, completions and a persona's defaults."""
 
 
 class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody):
-    """Define the fields that both routes share."""
+    """Define the fields that chats and plain completions share."""
 
     UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_GENERATION}
 
     model: str | None = None
     max_completion_tokens: int | None = None
-    # TGI's name of the limit, which clients of several servers send beside the others.
+    # TGI's name of the limit. Clients of several servers send it together with the other names.
     max_new_tokens: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -110,33 +113,33 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    # Keep the last tokens of the prompt, so many, or with -1 as many as fit.
+    # Keep only this many tokens at the end of the prompt; -1: as many as fit.
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Stands for {{user}} in a persona's texts, and keeps to one version of a canary.
+    # Replaces {{user}} in a persona's texts. In a canary, the same user always gets the same version.
     user: str | None = None
 
     @property
     def num_choices(self) -> int:
-        """Return the number of answers wanted for each prompt."""
+        """Return the number of answers returned for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def num_tried(self) -> int:
-        """Return the number of answers generated for each prompt, of which the best are returned."""
+        """Return the number of answers generated for each prompt; the best `num_choices` are returned."""
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def is_constrained(self) -> bool:
-        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        """Return whether the answer gets a grammar, without checking that the grammar is valid."""
         return self.has_grammar
 
     @property
     def excludes_grammar(self) -> bool:
-        """Return whether a field is set that does not go with a grammar."""
+        """Return whether a field is set that cannot be combined with a grammar."""
         return bool(self.min_tokens or self.ignore_eos) or self.allowed_token_ids is not None
 
     @property
@@ -153,7 +156,7 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
 
     @property
     def top_shown(self) -> int | None:
-        """Return how many of the likeliest tokens to report beside each token; None: no log-probabilities."""
+        """Return how many of the likeliest tokens to report with each token; None: no log-probabilities."""
         return None
 
     @property
@@ -165,14 +168,14 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
         """Build the sampling options. A `top_k` of -1 means off, as in vLLM.
 
         Raises:
-            InvalidRequest: a value is out of range, or does not go with another field.
+            InvalidRequest: a value is out of range, or cannot be combined with another field.
         """
         self._check_choices()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         prompt_only = self.echoes and self.wanted_tokens() == 0
         given: dict[str, Any] = {
-            # With the prompt alone, the engine still has to compute its last token.
+            # The engine must generate at least one token, even if only the prompt is wanted.
             "max_tokens": 1 if prompt_only else self.wanted_tokens(),
             "prompt_only": prompt_only,
             "temperature": self._wanted_temperature(),
@@ -231,7 +234,7 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
             raise InvalidRequest("echo with logprobs streams one choice; leave out stream, echo or n", param="echo")
 
     def _check_beams(self) -> None:
-        """Check the fields that `SamplingParams` does not show; admission refuses the others."""
+        """Check the fields that `SamplingParams` does not contain; admission checks the others."""
         if self.temperature not in (None, 0.0, 1.0):
             raise InvalidRequest("temperature cannot be used with beam search; leave it out", param="temperature")
         if self.top_shown is not None:
@@ -239,11 +242,11 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
 
     @property
     def limit_name(self) -> str:
-        """Return the name that the body has for the most tokens to generate."""
+        """Return the body's name of the limit on generated tokens."""
         return next((name for name in LIMIT_NAMES if getattr(self, name) is not None), "max_tokens")
 
     def wanted_tokens(self) -> int | None:
-        """Return the most tokens to generate; None is the rest of the context.
+        """Return the maximum number of tokens to generate; None: the rest of the context.
 
         Raises:
             InvalidRequest: two names of the limit differ.
@@ -255,7 +258,7 @@ class GenerationBody(RequestFields, SamplingFields, StructuredFields, KnownBody)
 
 
 ContextOverflow = Literal["error", "drop_oldest"]
-"""What happens to a conversation that does not fit the context."""
+"""What to do with a conversation that does not fit the context."""
 
 
 class CompletionBody(GenerationBody):
@@ -306,7 +309,7 @@ class CompletionBody(GenerationBody):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model is to reason: OpenAI's values, and vLLM's."""
+"""How much a model should reason: the values of OpenAI and vLLM."""
 
 
 class ChatBody(ToolFields, ReasoningFields, GenerationBody):

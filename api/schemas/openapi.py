@@ -1,6 +1,6 @@
-"""Build the OpenAPI description: FastAPI's own, with an example per route and the real error shapes.
+"""Build the OpenAPI description: FastAPI's own, plus an example per route and the actual error formats.
 
-FastAPI would describe its own 422; here every error has one of two shapes, OpenAI's or TGI's.
+FastAPI would describe its own 422 response. Here every error has OpenAI's or TGI's format.
 """
 
 from collections.abc import Mapping
@@ -61,12 +61,12 @@ class Example:
     body_type: str = "application/json"
     # The same response as events.
     stream: str | None = None
-    # Body of an error in neither of the two shapes.
+    # Body of an error in neither of the two formats.
     failure: Json | None = None
 
 
 class DocumentedApi(FastAPI):
-    """Application whose description has an example of each route in `examples`, by method and path."""
+    """Application whose OpenAPI description includes `examples`, which are keyed by method and path."""
 
     def __init__(self, examples: Mapping[tuple[str, str], Example], **options: Any) -> None:
         super().__init__(**options)
@@ -128,16 +128,16 @@ def _description(known: Json | None, status: int) -> str:
 
 
 def _schema_of(example: Any) -> Json:
-    """Return the schema of all responses like this one: its type only, as the fields depend on the request."""
+    """Return the JSON schema of a body like this one: only its type, because the fields depend on the request."""
     if isinstance(example, dict):
         return {"type": "object"}
     return {"type": "array" if isinstance(example, list) else "string"}
 
 
 def _shape_of(example: Any) -> Json:
-    """Return the schema that an example implies: its fields, which may be null, and their types.
+    """Return the JSON schema that an example implies: its fields, which may be null, and their types.
 
-    Fields that depend on the request are optional. Items of a list have what they have in common.
+    Fields that depend on the request are optional. The schema of a list's items is what all items have in common.
     """
     if isinstance(example, Mapping):
         fields = {name: _or_null(_shape_of(value)) for name, value in example.items()}
@@ -157,7 +157,7 @@ def _or_null(shape: Json) -> Json:
 
 
 def _common(one: Json, other: Json) -> Json:
-    """Return what two shapes have in common."""
+    """Return the JSON schema that two schemas have in common."""
     if one.get("type") != other.get("type"):
         return {}
     if "items" in one:

@@ -1,6 +1,6 @@
-"""Define a persona's defaults: what requests to a version have where they say nothing else.
+"""Define a persona's defaults, which apply to fields that requests to a version leave out.
 
-Sampling fields are those of requests, of the same types. Texts may contain `{{char}}`, the persona's name, and
+Sampling fields have the same names and types as in requests. Texts may contain `{{char}}`, the persona's name, and
 `{{user}}`, the request's `user`.
 """
 
@@ -25,7 +25,7 @@ from lorasrv.errors import InvalidRequest
 
 MAX_DEFAULTS_BYTES = 256 << 10
 MAX_STOPS = 8
-"""The server takes 16 of a request: half are left to the client."""
+"""Half of the 16 that a request may have, which leaves the other half to the client."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_BIASED_TOKENS = 512
 MAX_GREETINGS, MAX_GREETING_CHARS = 16, 16_384
@@ -40,8 +40,10 @@ _Greeting = Annotated[str, Field(min_length=1, max_length=MAX_GREETING_CHARS)]
 
 
 class SystemPrompt(ClosedBody):
-    """Set the system prompt: `default` lets a client's replace it, `prepend` puts it before the client's, `lock` lets
-    the client send none.
+    """Set the system prompt.
+
+    With the mode `default`, the client's system prompt replaces it; with `prepend`, it precedes the client's; with
+    `lock`, the client may not send one.
     """
 
     text: Annotated[str, Field(min_length=1)]
@@ -89,7 +91,7 @@ class Defaults(SamplingFields, ReasoningFields, ClosedBody):
     parallel_tool_calls: bool | None = None
     speculation: SpeculationField | None = None
     context_overflow: ContextOverflow | None = None
-    # The weights: the sum of versions. `{"id": "mia@3", "weight": 1.0, "digest": "sha256:..."}` as it is stored.
+    # Use the sum of these versions as weights. Stored as `{"id": "mia@3", "weight": 1.0, "digest": "sha256:..."}`.
     adapters: PinnedAdaptersField | None = None
 
     @field_validator("examples")
@@ -123,20 +125,20 @@ class Defaults(SamplingFields, ReasoningFields, ClosedBody):
 
     @property
     def is_locked(self) -> bool:
-        """Return whether clients may neither replace nor switch off the system prompt."""
+        """Return whether clients can neither replace nor turn off the system prompt."""
         return self.system_prompt is not None and self.system_prompt.mode == "lock"
 
     def texts(self) -> list[tuple[str, str]]:
-        """Return the place and text of each text."""
+        """Return each text with its place, such as `examples[0][1]`: (place, text)."""
         found = [] if self.system_prompt is None else [("system", self.system_prompt.text)]
         for number, dialogue in enumerate(self.examples or ()):
             found += [(f"examples[{number}][{i}]", message.content) for i, message in enumerate(dialogue)]
         return found + [(f"greetings[{number}]", text) for number, text in enumerate(self.greetings or ())]
 
     def filled(self, text: str, adapter_id: str, user: str | None) -> str:
-        """Return a text with its placeholders filled; None leaves the user's."""
+        """Return a text with its placeholders replaced; `{{user}}` stays if `user` is None."""
         names = {CHAR: self.name or adapter_id} | ({} if user is None else {USER: user})
-        # In one pass: what a name holds is no placeholder.
+        # In one pass, so that a placeholder inside a name is not replaced.
         return _PLACEHOLDER.sub(lambda match: names.get(match[0], match[0]), text)
 
     @classmethod
@@ -144,7 +146,7 @@ class Defaults(SamplingFields, ReasoningFields, ClosedBody):
         """Parse defaults as the store keeps them.
 
         Raises:
-            ValueError: they are not valid defaults; says where.
+            ValueError: they are not valid defaults; the message names the field.
         """
         try:
             return cls.model_validate(json.loads(text))
@@ -164,24 +166,24 @@ def _at_most(value: Value, most: int) -> Value:
 
 
 def to_text(given: Mapping[str, Any]) -> str:
-    """Return valid defaults as the store keeps them: fields in order, without those that are null.
+    """Return valid defaults as the store keeps them: JSON with the fields in a fixed order, without null ones.
 
-    The order inside a field is kept, as it is part of a schema's meaning.
+    The order inside a field is kept, because it is part of a JSON schema's meaning.
     """
     kept = {name: given[name] for name in Defaults.model_fields if given.get(name) is not None}
     return json.dumps(kept, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def placeholders(text: str) -> list[str]:
-    """Return what stands in double braces."""
+    """Return all placeholders in a text, with their double braces."""
     return [match[0] for match in _PLACEHOLDER.finditer(text)]
 
 
 def user_name(user: str | None) -> str:
-    """Return the name of the user for `{{user}}`.
+    """Return the text that replaces `{{user}}`.
 
     Raises:
-        InvalidRequest: it is too long, or has control characters, for a place inside the persona's prompt.
+        InvalidRequest: the name is empty, too long or not printable; it becomes part of the persona's prompt.
     """
     if user is None:
         return "User"

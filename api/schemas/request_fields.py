@@ -1,4 +1,4 @@
-"""Define the fields that requests of every protocol have: what answers, and how the engine runs it."""
+"""Define the fields that requests of every protocol share: the adapter that answers, and how the engine runs it."""
 
 from typing import Annotated
 
@@ -14,10 +14,10 @@ MAX_SALT_CHARS = 256
 
 
 class RequestFields(Body):
-    """Define fields of our own and of vLLM's."""
+    """Define our own fields and vLLM's."""
 
     adapter_id: str | None = None
-    # Their sum answers, in place of one.
+    # Answer with the sum of these adapters.
     adapters: AdaptersField | None = None
     # A strict enum would not accept a string.
     on_cold: Annotated[OnCold, Field(strict=False)] | None = None
@@ -28,5 +28,5 @@ class RequestFields(Body):
     speculation: SpeculationField | None = None
     prediction: Prediction | None = None
     kv_policy: KvPolicyField | None = None
-    # Whether what the request leaves out comes from the persona's defaults.
+    # Whether the persona's defaults apply to fields that the request leaves out.
     use_defaults: bool | None = None

@@ -1,4 +1,4 @@
-"""Define the body of /v1/responses, OpenAI's newer form of a chat, and turn it into the chat that it asks for."""
+"""Define the body of /v1/responses, OpenAI's newer form of a chat, and convert it to a chat body."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -37,7 +37,7 @@ REPEATED: Json = {
     "top_p": None,
     "user": None,
 }
-"""What a response says of fields that its request leaves out, and of `store` always: nothing is stored."""
+"""Values in the response of fields that the request leaves out; `store` always has this value: nothing is stored."""
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -48,7 +48,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""Parts that OpenAI adds to a response on request; but for the first, nothing here has them."""
+"""Parts that OpenAI adds to a response on request. Only the first one exists here."""
 
 
 class InputPart(Body):
@@ -100,7 +100,7 @@ class ReasoningPart(Body):
 
 
 class InputReasoning(KnownBody):
-    """Repeat the reasoning of an earlier answer, which belongs to the message or call behind it."""
+    """Repeat the reasoning of an earlier answer. It belongs to the message or call that follows it."""
 
     UNSUPPORTED: ClassVar = {"encrypted_content": (None,), "summary": (None, [])}
 
@@ -109,7 +109,7 @@ class InputReasoning(KnownBody):
 
 
 class InputCallOutput(Body):
-    """Tell what a called function returned."""
+    """Pass the output of a called function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -117,7 +117,7 @@ class InputCallOutput(Body):
 
 
 def _kind(item: Any) -> str | None:
-    """Return which of the kinds an item is; messages may leave it out."""
+    """Return the tag of an item's kind; messages may leave `type` out."""
     kind = item.get("type") if isinstance(item, dict) else ""
     return _KINDS.get("message" if kind is None else kind) if isinstance(kind, str | None) else None
 
@@ -154,7 +154,7 @@ class OfferedFunction(FunctionFields):
     @model_validator(mode="before")
     @classmethod
     def _is_function(cls, value: Any) -> Any:
-        """Refuse another kind by its name, before the fields that a function needs are missed."""
+        """Refuse other kinds of tools first, so that the error is not about the missing fields of a function."""
         if isinstance(value, dict) and value.get("type") != "function":
             raise PydanticCustomError("unknown_tool", "must be 'function', the only kind of tool", {"field": "type"})
         return value
@@ -172,7 +172,7 @@ class ForcedFunction(Body):
 
 
 class TextFormat(KnownBody):
-    """Select the output format, with the schema beside its name."""
+    """Select the output format. Unlike in a chat, the schema is not inside `json_schema`."""
 
     UNSUPPORTED: ClassVar = {"json_schema": (None,), "value": (None,)}
 
@@ -204,7 +204,7 @@ class TextConfig(KnownBody):
 
 
 class ReasoningConfig(KnownBody):
-    """Configure the reasoning in front of the answer. There are no summaries of it."""
+    """Configure the reasoning before the answer. Summaries of it are not supported."""
 
     UNSUPPORTED: ClassVar = {"summary": (None,), "generate_summary": (None,)}
 
@@ -212,7 +212,7 @@ class ReasoningConfig(KnownBody):
 
 
 class ResponseStreamOptions(KnownBody):
-    """Hold what other servers configure in streams; usage is always in the last event."""
+    """Refuse the stream options of other servers. Usage is always in the last event."""
 
     UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False), "continuous_usage_stats": (None, False)}
 
@@ -222,13 +222,13 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesBody(RequestFields, DrawingFields, GuidedFields, ReasoningFields, KnownBody):
-    """Answer a conversation. Nothing is stored: every request has the whole conversation in `input`."""
+    """Answer a conversation. Nothing is stored: every request sends the whole conversation in `input`."""
 
     UNSUPPORTED: ClassVar = {**INERT_VALUES, **INERT_IN_GENERATION}
 
     model: str | None = None
     input: Input
-    # A system message before the others.
+    # A system message before those of `input`.
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextConfig | None = None
@@ -245,17 +245,18 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, ReasoningFields,
     stream_options: ResponseStreamOptions | None = None
     # Repeated in the response.
     metadata: Annotated[dict[_Name, _Value], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
-    # Of tools that a server calls itself, of which there are none here.
+    # Limits tools that the server calls itself; there are none here.
     max_tool_calls: int | None = None
-    # Accepted, as clients leave it at true: nothing is stored.
+    # Accepted, because clients leave it at true, but nothing is stored.
     store: bool | None = None
     user: str | None = None
 
     def chat(self) -> ChatBody:
-        """Return the chat that the body asks for.
+        """Return the body as a chat body.
 
         Raises:
-            InvalidRequest: a called function's output has no call, or a schema is missing.
+            InvalidRequest: a function's output has no preceding call, a schema is missing, fields exclude each other,
+                or there are no messages or too many.
         """
         fields = _given(self, _SHARED)
         if self.top_logprobs is not None or LOGPROBS in (self.include or ()):
@@ -288,7 +289,7 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, ReasoningFields,
             yield {"role": "user", "content": self.input}
             return
         called: set[str] = set()
-        # What the model said in one turn: reasoning, a text, calls, or some of them.
+        # The assistant's current turn: reasoning, a text, calls, or several of these.
         said: Json | None = None
         for number, item in enumerate(self.input):
             if isinstance(item, InputCall):
@@ -319,7 +320,7 @@ class ResponsesBody(RequestFields, DrawingFields, GuidedFields, ReasoningFields,
 
 
 _JOINED = frozenset({"tool_calls", "reasoning_content"})
-"""What begins a turn that a message behind it goes on with."""
+"""Fields of an assistant's turn that make the next assistant message continue the same turn."""
 _SHARED = (ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()) - {"tools", "stream_options"}
 """Fields that mean the same in a chat."""
 
@@ -333,5 +334,5 @@ def _call(item: InputCall) -> Json:
 
 
 def _content(text: Text) -> str:
-    """Return a text; parts of one are joined by line breaks, as in a chat."""
+    """Return a text; its parts are joined by line breaks, as in a chat."""
     return text if isinstance(text, str) else "\n".join(part.text for part in text)

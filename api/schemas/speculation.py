@@ -1,4 +1,4 @@
-"""Define the fields that say how an answer may be drafted. No field changes the answer."""
+"""Define the fields that control speculative decoding. None of them changes the answer."""
 
 from typing import Annotated, Literal
 
@@ -10,9 +10,9 @@ from lorasrv.speculation_params import DRAFTERS, MAX_DRAFT_TOKENS, NO_SPECULATIO
 
 
 class SpeculationBody(ClosedBody):
-    """Bound how an answer is drafted: by at most `max_draft` tokens in a step, and by some `drafters` only.
+    """Limit drafting to at most `max_draft` tokens per step, and to these `drafters`.
 
-    `remember`: whether later answers of the same adapter and key may be drafted from it.
+    `remember`: whether later answers of the same adapter and key may be drafted from this answer.
     """
 
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
@@ -48,9 +48,9 @@ def speculation_params(
     """Return the engine's options.
 
     Args:
-        has_salt: whether the client sent a `cache_salt`; its answers are then kept only on request.
+        has_salt: whether the client sent a `cache_salt`; its answers are then remembered only if `remember` is true.
     Raises:
-        InvalidRequest: an unknown drafter.
+        InvalidRequest: a drafter is unknown.
     """
     if options is False:
         return NO_SPECULATION

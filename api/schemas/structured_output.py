@@ -27,8 +27,10 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """Select the output format. A schema is in `json_schema` (OpenAI), `schema` (LoRAX) or `value` (TGI, which also
-    names it `json` and has regular expressions); without one, `json_object` means any object.
+    """Select the output format.
+
+    A schema is in `json_schema` (OpenAI), `schema` (LoRAX) or `value` (TGI). Without a schema, the type `json_object`
+    allows any object. The types `json` (a schema in `value`) and `regex` are TGI's.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
@@ -38,7 +40,7 @@ class ResponseFormat(Body):
 
     @property
     def has_grammar(self) -> bool:
-        """Return whether it is more than plain text."""
+        """Return whether the format is not plain text."""
         return self.type != "text"
 
     def grammar(self, param: str) -> Grammar | None:
@@ -111,13 +113,13 @@ class StructuredFields(GuidedFields):
 
     @property
     def has_grammar(self) -> bool:
-        """Return whether one of the fields is more than plain text."""
+        """Return whether one of the fields asks for more than plain text."""
         formats = self.response_format, self.structured_outputs
         guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         return any(one is not None and one.has_grammar for one in formats) or any(one is not None for one in guided)
 
     def grammar(self) -> Grammar | None:
-        """Build the grammar of the answer, None without one. Call in a thread.
+        """Build the grammar of the answer; None if it has none. Call in a thread.
 
         Raises:
             InvalidRequest: it is malformed or too large, or there are two.

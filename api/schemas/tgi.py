@@ -18,7 +18,7 @@ from lorasrv.sampling_params import MAX_CHOICES, SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
 
 MAX_TOP_TOKENS = 20
-# Names of OpenAI's fields (`max_tokens`) do not mean the same here.
+# OpenAI's field names (such as `max_tokens`) are not supported on these routes.
 _INERT_VALUES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys((*GenerationBody.model_fields, *INERT_IN_GENERATION), (None,)),
     **INERT_VALUES,
@@ -30,15 +30,16 @@ _INERT_VALUES: Mapping[str, Sequence[Any]] = {
     "max_time": (None,),
     "logit_bias": (None, [], {}),
 }
-# The origin of an uploaded adapter does not matter any more: these values only say that it has a name.
+# The source of an uploaded adapter has no meaning here. These values only say that the adapter is given by name.
 _INERT_SOURCES = (None, "", "hub", "local")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 
 
 class Parameters(RequestFields, KnownBody):
-    """Set generation options. `api_token`, which opens private adapters on a hub, is ignored, as adapters are only
-    uploaded.
+    """Set generation options.
+
+    `api_token`, which gives access to private adapters on a hub, is ignored, because adapters are only uploaded.
     """
 
     UNSUPPORTED: ClassVar = _INERT_VALUES
@@ -73,15 +74,14 @@ class Parameters(RequestFields, KnownBody):
 
     @property
     def num_choices(self) -> int:
-        """Return the number of answers generated for the one returned."""
+        """Return the number of answers to generate; the best one is returned."""
         return self.best_of or 1
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether tokens are sampled: requested, or implied by a filter, as in TGI; temperature 0 is greedy,
-        as in LoRAX.
+        """Return whether tokens are sampled: `do_sample`, a temperature or a filter requests it, as in TGI.
 
-        TGI's own temperature of 1 has no effect, so alone it does not request sampling.
+        Temperature 0 is greedy, as in LoRAX. Temperature 1 has no effect, so it does not request sampling by itself.
         """
         if self.temperature == 0:
             return False
@@ -90,12 +90,12 @@ class Parameters(RequestFields, KnownBody):
 
     @property
     def is_constrained(self) -> bool:
-        """Return whether the answer gets a grammar, without looking whether that is valid."""
+        """Return whether the answer gets a grammar, without checking that the grammar is valid."""
         return any(one is not None and one.has_grammar for one in (self.grammar, self.response_format))
 
     @property
     def excludes_grammar(self) -> bool:
-        """Return whether a field is set that does not go with a grammar."""
+        """Return whether a field is set that cannot be combined with a grammar."""
         return bool(self.ignore_eos_token)
 
     @property
@@ -104,7 +104,7 @@ class Parameters(RequestFields, KnownBody):
         return max(self.top_n_tokens or 0, self.return_k_alternatives or 0)
 
     def wanted_grammar(self) -> Grammar | None:
-        """Build the grammar of the answer, None without one. Call in a thread.
+        """Build the grammar of the answer; None if it has none. Call in a thread.
 
         Raises:
             InvalidRequest: it is malformed or too large, or there are two.
@@ -119,7 +119,7 @@ class Parameters(RequestFields, KnownBody):
         """Check combinations of fields.
 
         Raises:
-            InvalidRequest: fields contradict each other, or one is not supported; names it.
+            InvalidRequest: fields contradict each other, or one is not supported; the message names it.
         """
         if self.adapter_source not in _INERT_SOURCES:
             raise InvalidRequest(
@@ -149,10 +149,10 @@ class Parameters(RequestFields, KnownBody):
             raise InvalidRequest("seed cannot be set with best_of above 1", param="seed")
 
     def sampling(self, seed: int | None, with_tokens: bool) -> SamplingParams:
-        """Build the sampling options; without `max_new_tokens`, the rest of the context may be generated.
+        """Build the sampling options; without `max_new_tokens`, the answer may fill the rest of the context.
 
         Args:
-            with_tokens: report each token.
+            with_tokens: whether to report each token.
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -179,12 +179,12 @@ class Parameters(RequestFields, KnownBody):
         try:
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
-            # LoRAX's clients have no other name for it.
+            # LoRAX's clients know only this name.
             raise error.renamed({} if self.stop else {"stop": "stop_sequences"}) from None
 
 
 class GenerateBody(KnownBody):
-    """Continue a text. `model` may name an adapter as on the OpenAI routes; most clients do not send it."""
+    """Continue a text. `model` may name an adapter, as on OpenAI's routes; most clients do not send it."""
 
     UNSUPPORTED: ClassVar = {
         name: values for name, values in Parameters.UNSUPPORTED.items() if name not in Parameters.model_fields
@@ -203,7 +203,7 @@ class GenerateBody(KnownBody):
         """
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in Parameters.model_fields:
-                # If it were ignored, the base would answer in place of an adapter, or at any length.
+                # Ignoring the field could let the base answer instead of an adapter, or drop the length limit.
                 raise InvalidRequest(f"{name} must be inside parameters", param=name)
         parameters = self.parameters or Parameters()
         parameters.check(stream)

@@ -12,10 +12,10 @@ from api.schemas.unsupported import INERT_VALUES
 
 
 class TokenizeBody(PromptEndFields, KnownBody):
-    """Tokenize a `prompt`, or `messages` rendered with the chat template. `model` is checked, and changes nothing.
+    """Tokenize a `prompt`, or `messages` rendered with the chat template, with the tokenizer of `model`.
 
-    `add_special_tokens` defaults to the tokenizer's own tokens for a prompt, and to none for messages, whose template
-    writes them.
+    `add_special_tokens` is true by default for a prompt. For messages it can only be false, because the template
+    writes special tokens.
     """
 
     UNSUPPORTED: ClassVar = INERT_VALUES

@@ -90,7 +90,7 @@ class Message(KnownBody):
 
 
 class FunctionFields(Body):
-    """Define what describes a function that the model may call."""
+    """Define the fields that describe a function."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -98,10 +98,10 @@ class FunctionFields(Body):
     strict: bool | None = None
 
     def argument_schema(self) -> Mapping[str, Any]:
-        """Return the JSON schema of the arguments, which are an object even where `parameters` do not say so.
+        """Return the JSON schema of the arguments, which are an object even if `parameters` has no type.
 
         Raises:
-            InvalidRequest: they say otherwise.
+            InvalidRequest: `parameters` has a type that does not allow objects.
         """
         if self.parameters is None:
             return NO_PARAMETERS
@@ -124,7 +124,7 @@ class FunctionTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _nothing_beside(cls, value: Any) -> Any:
-        """Refuse what describes the function beside it, as in a response's tools: it would not be read."""
+        """Refuse fields of the function outside `function`, as in the tools of /v1/responses: they would be ignored."""
         if isinstance(value, dict) and isinstance(inside := value.get("function"), dict):
             for name in FunctionFields.model_fields:
                 if value.get(name) not in (None, inside.get(name)):
@@ -137,7 +137,7 @@ class ChosenFunction(Body):
 
 
 class NamedChoice(Body):
-    """Force a call of one tool. TGI's clients leave out its kind."""
+    """Force a call of one tool. TGI's clients leave out `type`."""
 
     type: Literal["function"] = "function"
     function: ChosenFunction
@@ -151,8 +151,11 @@ class PromptEnd(TypedDict, total=False):
 
 
 class PromptEndFields(Body):
-    """Define how a conversation's prompt ends: with the header of an answer, with the last message, or in the middle of
-    that, which the answer continues."""
+    """Define how a conversation's prompt ends.
+
+    It ends with the header of an answer (the default), after the last message (`add_generation_prompt` is false), or
+    inside the last message, which the answer continues (`continue_final_message`).
+    """
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -177,11 +180,11 @@ def _no_end(why: str) -> InvalidRequest:
 
 
 class ReasoningFields(Body):
-    """Define what becomes of the reasoning in front of an answer."""
+    """Define how the response shows the reasoning before an answer."""
 
-    # vLLM's: whether the response has it. Left out, it is still generated and counted.
+    # As in vLLM: whether the response has the reasoning. False omits it, but it is still generated and counted.
     include_reasoning: bool | None = None
-    # SGLang's: whether it has fields of its own. False leaves it in the text, with its markers.
+    # As in SGLang: whether reasoning has its own fields. False leaves it in the text, with its markers.
     separate_reasoning: bool | None = None
 
 
@@ -195,7 +198,7 @@ class ToolFields(PromptEndFields):
 
     @property
     def uses_tools(self) -> bool:
-        """Return whether the prompt contains the tools; with tool_choice `none` it does not."""
+        """Return whether the prompt contains the tools, which is not the case with tool_choice `none`."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -204,12 +207,12 @@ class ToolFields(PromptEndFields):
 
     @property
     def constrains_calls(self) -> bool:
-        """Return whether a grammar holds calls to the tools: `tool_choice` forces one, or a tool is strict."""
+        """Return whether a grammar constrains calls, because `tool_choice` forces one or a tool is strict."""
         is_forced = self.tool_choice not in (None, "none", "auto")
         return is_forced or (self.uses_tools and any(_is_strict(tool) for tool in self.tools or ()))
 
     def offered_tools(self) -> list[Tool]:
-        """Return the tools that may be called: all of them, or the one that is named.
+        """Return the tools that may be called: all, or only the one that `tool_choice` names.
 
         Raises:
             InvalidRequest: a tool is malformed, two have the same name, or the named one is missing.

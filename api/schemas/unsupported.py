@@ -1,4 +1,4 @@
-"""List the fields of generation bodies that only other servers, or other routes, support (`KnownBody` refuses them)."""
+"""List the fields of generation bodies that only other servers or other routes support; `KnownBody` refuses them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +64,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "chat_template": _NULL,
     "documents": (None, []),
     "reasoning_effort": (None, "none"),
-    # a plain text has no reasoning beside it
+    # plain completions do not separate reasoning from the text
     "include_reasoning": (None, True, False),
     "separate_reasoning": _OFF,
     "stream_reasoning": (None, True),
@@ -81,7 +81,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
-    # Responses: what is stored, and answers that nobody waits for
+    # /v1/responses: stored conversations and background answers
     "previous_response_id": _NULL,
     "conversation": _NULL,
     "background": _OFF,
@@ -91,15 +91,15 @@ INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
         *(None, {}, {"effort": None}, {"effort": "none"}, {"summary": None}),
         *({"effort": None, "summary": None}, {"effort": "none", "summary": None}),
     ),
-    # what answers, under the names of other routes
+    # the prompt, under its names on other routes
     "messages": _NULL,
     "prompt": _NULL,
     "input": _NULL,
     "inputs": _NULL,
     "instructions": (None, ""),
-    # without tools there are no calls, one after another or not
+    # without tools there are no calls, so this has no effect
     "parallel_tool_calls": (None, True, False),
-    # fields of chats and completions that responses do not have, some under another name there
+    # fields of chats and completions that /v1/responses does not have, or names differently
     "max_tokens": _NULL,
     "max_completion_tokens": _NULL,
     "response_format": _NULL,
@@ -115,7 +115,7 @@ INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": _OFF,
     "skip_special_tokens": (None, True),
     "add_special_tokens": _OFF,
-    # responses' names
+    # names of /v1/responses
     "max_output_tokens": _NULL,
     "text": (None, {}),
     "truncation": (None, "disabled"),
@@ -132,11 +132,11 @@ INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
     "return_k_alternatives": _ZERO,
     "adapter_source": (None, "", "hub", "local"),
 }
-"""Fields of one generating route that another lacks: each refuses those that it does not declare."""
+"""Fields that only some of the generating routes have. Each route refuses those that its body does not declare."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "api_token": "opens private adapters on a hub; adapters are only uploaded",
     "max_tool_calls": "limits tools that a server calls itself; there are none",
     "metadata": "nothing is stored; `/v1/responses` repeats it",
 }
-"""Fields that clients send and that change no answer on any route, and why. They are accepted everywhere."""
+"""Fields that every route accepts but that change no answer, with the reason."""
