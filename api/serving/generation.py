@@ -54,7 +54,7 @@ class Writer(Protocol):
         """Return whether a stream can be resumed from its tokens."""
 
     def continuing(self, resumption: Resumption) -> "Writer":
-        """Return a writer that goes on with a stream of another replica."""
+        """Return a writer that continues a stream which another replica began."""
 
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
         """Return the whole response and its headers, and close the choices."""
@@ -63,7 +63,7 @@ class Writer(Protocol):
         """Return the writer of a stream's events."""
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
-        """Return the headers of a stream that has begun."""
+        """Return the headers of a stream whose first output has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class GenerationPlan:
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether another replica can go on with its stream: one answer, known by its tokens."""
+        """Return whether another replica can continue the stream: it has one answer, and its tokens determine it."""
         is_one = len(self.prompts) == self.width == 1 and self.beams is None and not self.sampling.prompt_only
         return is_one and self.writer.is_resumable
 
@@ -97,7 +97,8 @@ class Generation:
 
     writer: Writer
     choices: ChoiceStream
-    # Header that tells an edge how to resume the stream; empty if it did not ask, or the stream cannot be resumed.
+    # Header that tells an edge how to resume the stream; empty if the edge did not ask for it, or the stream cannot be
+    # resumed.
     offer: Mapping[str, str] = field(default_factory=dict)
 
     def events(self) -> AnswerEvents:
@@ -105,10 +106,10 @@ class Generation:
         return AnswerEvents(self.choices, self.writer.event_writer(self.choices))
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a stream whose first output is there."""
+        """Return the headers of a stream whose first output has arrived."""
         headers = self.writer.headers(self.choices)
         if any(output.timing.fell_back for output in self.choices.latest.values()):
-            # The base has answered here; elsewhere the adapter may.
+            # Not resumable: the base answers here, but on another replica the adapter might.
             self.choices.mark_nothing()
             return headers
         return {**headers, **self.offer}
@@ -127,11 +128,11 @@ async def generate(
 
     Args:
         plan: the protocol's planner.
-        model: `model` of the body; `fields.adapter_id` or `fields.adapters` may name what answers, too.
-        fields: fields that all protocols share, such as priority and cache_salt; the plan gets them with the defaults
-            of the version that answers.
-        turn: the one turn of a conversation that `fields` do not hold (TGI).
-        resumption: what an edge says of the stream.
+        model: `model` of the body; `fields.adapter_id` or `fields.adapters` can also name what answers.
+        fields: fields that all protocols share, such as priority and cache_salt. The defaults of the version that
+            answers are applied to them before planning.
+        turn: for TGI, the only turn of the conversation, which `fields` do not contain.
+        resumption: how an edge resumes the stream.
     Raises:
         LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
@@ -148,7 +149,7 @@ async def generate(
         if resumption.goes_on:
             writer = writer.continuing(resumption)
     engine, options, own = services.engine, _options(planned, fields, target, caller), target.own_tokenizer
-    # Sums that requests name may be any number: nothing of theirs is kept on the disk.
+    # Requests may name any number of sums, so only stored sums may keep anything on disk.
     may_keep = not target.components or target.is_stored
     prefix = await services.prefixes.of_prompt(target.persona, planned.prompts[0]) if may_keep else None
 
@@ -186,7 +187,7 @@ async def generate(
 async def _resolve(
     model: str | None, fields: RequestFields, services: Services, view: ScopedStore, turn: str | None
 ) -> tuple[RequestFields, ResolvedModel]:
-    """Return the fields with the defaults of the version that answers, and that version."""
+    """Return the version that answers, and the fields with its defaults."""
     names = model, fields.adapter_id, fields.adapters
     target = await services.looking_up(partial(resolve_target, *names, services.base_name, view))
     await services.personas.check_parts(target.components, view)
@@ -234,7 +235,7 @@ async def respond(receive: Receive, generating: Coroutine[Any, Any, Generation],
 
     async def wait_for_first() -> Generation:
         generation = await generating
-        # Until the first output, a failure has its own status code.
+        # A failure before the first output still gets its own status code.
         await generation.choices.wait_for_first()
         return generation
 
@@ -273,8 +274,8 @@ async def plan_conversation(
     """Plan a chat.
 
     Args:
-        write: returns what writes its answer in another form; None: a chat's.
-        id_prefix: what names of answers begin with.
+        write: returns a writer of another format than a chat's; None: write a chat.
+        id_prefix: prefix of the answer's id.
     Raises:
         InvalidRequest, ApiError: a field is invalid.
     """
@@ -352,7 +353,7 @@ async def _plan(
         width=body.num_tried,
         grammar=grammar,
         text=text,
-        # Beams search for an answer, and none is wanted.
+        # Beam search is useless if no answer is wanted.
         beams=None if sampling.prompt_only else body.beams,
     )
 
@@ -364,7 +365,7 @@ def _options(plan: GenerationPlan, fields: RequestFields, target: ResolvedModel,
     """
     priority = fields.priority or 0
     if priority < 0 and not caller.may(Scope.ADMIN):
-        # Such requests precede all requests of priority 0, regardless of the shares of keys.
+        # These requests precede all requests of priority 0, regardless of the keys' shares.
         raise ApiError(403, "priority below 0 requires a key of scope admin", code="forbidden", param="priority")
     begins_freely = plan.grammar is None or plan.grammar.begins_freely
     return RequestOptions(
@@ -385,9 +386,9 @@ def _options(plan: GenerationPlan, fields: RequestFields, target: ResolvedModel,
 
 
 def _salt(given: str | None, target: ResolvedModel, caller: Caller) -> str:
-    """Return the salt that requests must share to reuse each other's pages: the client's, or else one of its key; and
-    the persona's, if its texts are in the prompt.
+    """Return the salt; requests reuse each other's pages only if they have the same one.
 
+    It consists of the client's salt, or else a salt of its key, and of the persona's if the prompt contains its texts.
     A client's salt never equals a key's.
     """
     own = "" if caller.principal == ANYBODY.principal else key_salt(caller.principal)
@@ -396,7 +397,7 @@ def _salt(given: str | None, target: ResolvedModel, caller: Caller) -> str:
 
 
 def key_salt(principal: str) -> str:
-    """Return the salt of a key's requests."""
+    """Return the salt for requests of a key that send none."""
     return f"key:{principal}"
 
 
@@ -407,9 +408,9 @@ def _logprobs_formatter(body: GenerationBody, tokenizer: Tokenizer) -> LogprobsF
 
 
 def _echoes(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_model_len: int) -> list[PromptEcho]:
-    """Prepare prompts for output.
+    """Prepare prompts that the response repeats.
 
-    Raises: ContextLengthExceeded: a prompt is too long, judged before tokenizing any.
+    Raises: ContextLengthExceeded: a prompt is too long; checked before any prompt is tokenized.
     """
     check_lengths(prompts, tokenizer, max_model_len)
     return [PromptEcho.of(prompt, tokenizer) for prompt in prompts]

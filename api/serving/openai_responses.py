@@ -37,9 +37,9 @@ class ProtocolFormat(Protocol):
 
     whole_object: str
     chunk_object: str
-    # Whether the chunks of a text depend on what it says.
+    # Whether the text must be parsed to form the chunks.
     is_parsed: bool
-    # Whether the prompt's token ids are a choice's; else they are the response's.
+    # Whether each choice holds its prompt's token ids; otherwise the response does.
     has_prompt_in_choices: bool
 
     def first_delta(self) -> Json | None:
@@ -52,10 +52,10 @@ class ProtocolFormat(Protocol):
         """Format a piece of text in a chunk."""
 
     def full_content(self, index: int, outputs: Sequence[RequestOutput], before: str) -> Json:
-        """Format all outputs of a choice, behind the text `before`."""
+        """Format all outputs of a choice, after the text `before`."""
 
     def usage_details(self) -> Json:
-        """Return what the usage says of the outputs so far beside OpenAI's counts."""
+        """Return additional fields of the usage, for the outputs so far."""
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format one output of a choice as one or more chunks."""
@@ -99,12 +99,12 @@ class ChatFormat(_PlainText):
         return {"delta": {"content": text} if text else {}}
 
     def parts(self, index: int, output: RequestOutput) -> list[Part]:
-        """Return the texts, the reasoning and the whole calls that an output of a choice completes."""
+        """Return the parts that an output adds to a choice: pieces of text, of reasoning, and complete calls."""
         del index
         return [output.text] if output.text else []
 
     def content_at(self, index: int) -> int | None:
-        """Return how many characters a choice has in front of its content; None while that is not known."""
+        """Return the number of characters before a choice's content; None while it is unknown."""
         del index
         return 0
 
@@ -145,29 +145,29 @@ class ResponseBuilder:
     # Stream options.
     include_usage: bool = False
     usage_in_chunks: bool = False
-    # Number of choices returned per prompt, the best by mean log-probability; None: all.
+    # Number of choices to return per prompt, best mean log-probability first; None: all.
     shown: int | None = None
-    # Set to return log-probabilities.
+    # None: log-probabilities are not returned.
     logprobs_formatter: LogprobsFormatter | None = None
-    # Number of likeliest tokens beside each token of the answer, and of the prompt.
+    # Number of likeliest tokens to return with each token of the answer, and of the prompt.
     top: int | None = None
     prompt_top: int | None = None
-    # The prompts, if they are returned.
+    # The prompts, if the response repeats them.
     echoes: Sequence[PromptEcho] = ()
-    # Turns that were dropped from the conversation; None: none may be.
+    # Number of turns dropped from the conversation; None: turns may not be dropped.
     dropped_turns: int | None = None
-    # Token ids of the prompts, if those of prompts and answers are returned.
+    # Token ids of the prompts; None: token ids of prompts and answers are not returned.
     prompt_ids: Sequence[list[int]] | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether a stream says nothing of its tokens but their text."""
+        """Return whether a stream shows only the text of its tokens."""
         return self.logprobs_formatter is None and not self.echoes and self.prompt_ids is None
 
     def continuing(self, resumption: Resumption) -> "ResponseBuilder":
-        """Return a builder that goes on with a stream of another replica."""
+        """Return a builder that continues a stream which another replica began."""
         return replace(self, answer_id=resumption.answer_id, created_s=resumption.created_s)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
@@ -180,7 +180,7 @@ class ResponseBuilder:
         if self.logprobs_formatter is None:
             wholes = self._full_choices(outputs, choices.width)
         else:
-            # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
+            # In a thread: formatting log-probabilities of a long answer takes seconds, and would block all streams.
             wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
         body = self.envelope(self.protocol_format.whole_object, wholes)
         if self.prompt_ids is not None and not self.protocol_format.has_prompt_in_choices:
@@ -190,7 +190,7 @@ class ResponseBuilder:
     def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
         best = self._best(outputs, width)
         for index in outputs.keys() - set(best):
-            # It is not returned, but counted.
+            # These choices are not returned, but the usage counts their tokens.
             self.protocol_format.full_content(index, outputs[index], "")
         return [self._full_choice(number, index, width, outputs) for number, index in enumerate(best)]
 
@@ -204,7 +204,7 @@ class ResponseBuilder:
         return best
 
     def _full_choice(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
-        """Format a whole choice; its prompt is in the outputs of the first one that was tried."""
+        """Format a whole choice. The prompt's log-probabilities are in the outputs of the prompt's first choice."""
         own, first = outputs[index], outputs[index - index % width][0]
         echo = self.echoes[index // width] if self.echoes else None
         content = self.protocol_format.full_content(index, own, echo.text if echo else "")
@@ -243,8 +243,8 @@ class ResponseBuilder:
     def usage(self, choices: ChoiceStream) -> Json:
         """Return OpenAI's counts so far, and under `lorasrv` the answering model and times in ms.
 
-        A prompt counts once: the first choice computes it, the others share its pages. Choices that are not returned
-        count.
+        A prompt counts once, because the first choice computes it and the others share its pages. Choices that are not
+        returned count too.
         """
         firsts = choices.first_outputs()
         prompt = sum(first.num_prompt_tokens for first in firsts)
@@ -276,7 +276,7 @@ class ResponseBuilder:
         }
         sent = sum(first.timing.num_peer_tokens for first in choices.first_outputs())
         optional = {
-            # Prompt tokens whose keys and values another replica has sent.
+            # Number of prompt tokens whose keys and values another replica has sent.
             "kv_transfer": {"tokens": sent} if timing.has_peer else None,
             "adapters": self.target.usage(),
             "dropped_turns": self.dropped_turns,
@@ -291,7 +291,7 @@ class ResponseBuilder:
         ended: RequestOutput | None = None,
         tokens: Sequence[PlacedToken] | None = None,
     ) -> Json:
-        """Return a choice as responses have it: its content, its end if that is known, and its log-probabilities."""
+        """Return a choice for a response: its content, log-probabilities, and finish reason if it has ended."""
         known = None
         if self.logprobs_formatter is not None and tokens is not None:
             known = self.protocol_format.logprobs(self.logprobs_formatter, tokens, self.top or 0)
@@ -300,7 +300,7 @@ class ResponseBuilder:
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
     def envelope(self, kind: str, choices: list[Json]) -> Json:
-        """Return a response around its choices."""
+        """Return a response with these choices."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -319,15 +319,15 @@ class ChunkEvents:
         self._format = builder.protocol_format
         self._opened: dict[int, ShownTokens] = {}
         self._waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
-        # Token ids that no chunk has told yet, where they are told.
+        # By choice, token ids that no chunk has sent yet, if token ids are returned.
         self._untold: defaultdict[int, list[int]] = defaultdict(list)
-        # Choices whose prompt has been told.
+        # Choices whose prompt's token ids have been sent.
         self._with_prompt: set[int] = set()
-        # What chunks have in common, up to their choice: encoded once, not for every token.
+        # The JSON of a chunk before its choice, which all chunks share: encoded once, not for every token.
         self._head = compact_line(builder.envelope(self._format.chunk_object, [])).removesuffix("]}")
-        # What is around a text, by choice and the names that the text has, where only it differs from chunk to chunk.
+        # The JSON around the text, for chunks that differ only in their text; by choice and the text's field names.
         self._around: dict[tuple[int, tuple[str, ...]], list[str]] = {}
-        # The same, by choice, where all chunks are such.
+        # The same by choice, if all its chunks differ only in their text.
         self._around_all: dict[int, list[str]] = {}
         self._tells_more = bool(builder.usage_in_chunks or builder.logprobs_formatter or builder.prompt_ids is not None)
 
@@ -356,23 +356,23 @@ class ChunkEvents:
                 events.append(event_of(self._chunk(choice)))
             events += [self._choices.mark()] if pieces else []
         elif self._format.is_parsed:
-            # Nothing is told of it, but its tokens count.
+            # The output shows nothing, but the usage counts its tokens.
             self._format.deltas(index, output)
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Return what follows the last output: the usage, if it was asked for."""
+        """Return the closing events: the usage if requested, and `[DONE]`."""
         if not self._builder.include_usage:
             return DONE
         body = self._builder.envelope(self._format.chunk_object, [])
         return event({**body, "usage": self._builder.usage(self._choices)}) + DONE
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last events of an answer that has failed."""
+        """Return the closing events of an answer that has failed."""
         return event(describe(error).body) + DONE
 
     def _open(self, index: int, output: RequestOutput) -> list[bytes]:
-        """Return the first chunk of a choice, before any text of its answer, if it has one."""
+        """Return the chunk that precedes a choice's text: the repeated prompt or the format's first delta, if any."""
         builder = self._builder
         echo = builder.echoes[index // self._choices.width] if builder.echoes else None
         self._opened[index] = ShownTokens(len(echo.text) if echo else 0)
@@ -387,7 +387,7 @@ class ChunkEvents:
         return [event_of(self._chunk(builder.choice(index, opening), self._prompt_ids(index, in_choice=False)))]
 
     def _around_text(self, index: int, names: tuple[str, ...]) -> list[str]:
-        """Return what is around each of these fields in a chunk that has the same text in all of them."""
+        """Return the JSON before, between and after the texts of these fields, which all have the same text."""
         if (index, names) not in self._around:
             content = {"delta": dict.fromkeys(names, _ANY_TEXT)}
             self._around[index, names] = self._around_any(index, content, len(names))
@@ -397,7 +397,7 @@ class ChunkEvents:
         return self._chunk(self._builder.choice(index, content)).rsplit(compact_line(_ANY_TEXT), times)
 
     def _prompt_ids(self, index: int, *, in_choice: bool) -> Json:
-        """Return what the first chunk of a choice, or that choice in it, says of its prompt."""
+        """Return the field with the prompt's token ids for the first chunk of a choice, or for the choice in it."""
         if (
             self._builder.prompt_ids is None
             or self._format.has_prompt_in_choices != in_choice
@@ -417,11 +417,11 @@ class ChunkEvents:
 
 
 _ANY_TEXT = "\0"
-"""Stands for a text whose place in a chunk is looked for: its JSON is in nothing else that a choice holds."""
+"""Placeholder for finding the position of the text in a chunk; its JSON occurs nowhere else in a choice."""
 
 
 def _speculation(choices: ChoiceStream) -> Json:
-    """Return the steps that the choices took, and how many draft tokens these verified and accepted."""
+    """Return the number of steps of all choices, and of draft tokens that the steps verified and accepted."""
     outputs = choices.latest.values()
     counts = {
         "steps": sum(output.num_steps for output in outputs),
@@ -437,8 +437,10 @@ def _speculation(choices: ChoiceStream) -> Json:
 
 
 def _kv(choices: ChoiceStream) -> Json:
-    """Return what a policy has done to the choices' keys and values; nothing without one. `exact_tokens` holds for all
-    of them."""
+    """Return the numbers of tokens that the KV policy has kept and dropped, summed over choices; {} without a policy.
+
+    `exact_tokens` is the minimum over the choices.
+    """
     found = [output.timing.kv for output in choices.latest.values() if output.timing.kv is not None]
     if not found:
         return {}
@@ -449,25 +451,25 @@ def _kv(choices: ChoiceStream) -> Json:
 
 
 def _fallback(choices: ChoiceStream) -> str | None:
-    """Return `base` if the base answered in place of the adapter."""
+    """Return `base` if the base answered instead of the adapter."""
     return "base" if any(output.timing.fell_back for output in choices.latest.values()) else None
 
 
 TOOL_CALLS = "tool_calls"
 REASONING_FIELDS = ("reasoning", "reasoning_content")
-"""vLLM's name of the reasoning, and that of SGLang and of older clients: each reads its own."""
+"""The name of the reasoning in vLLM, and in SGLang and older clients. Each client reads its own."""
 TEXTS = frozenset({("content",), REASONING_FIELDS})
-"""Fields of deltas that are one text."""
+"""Fields of the deltas that consist of one text."""
 
 
 class ParsedChatFormat(ChatFormat):
     """Format one request's answers of reasoning, text and tool calls, with a reader per choice.
 
     Args:
-        form: how calls are written; None: there are no tools.
-        names: the tools that may be called.
+        form: format of the calls; None: there are no tools.
+        names: names of the tools that may be called.
         parallel: whether there may be more than one call.
-        reasoning: how reasoning is; None: there is none.
+        reasoning: format of the reasoning; None: there is none.
     """
 
     is_parsed = True
@@ -489,7 +491,7 @@ class ParsedChatFormat(ChatFormat):
 
     @property
     def has_tools(self) -> bool:
-        """Return whether there may be calls."""
+        """Return whether answers may contain calls."""
         return self._form is not None
 
     def parts(self, index: int, output: RequestOutput) -> list[Part]:
@@ -516,14 +518,15 @@ class ParsedChatFormat(ChatFormat):
         return {"completion_tokens_details": {"reasoning_tokens": sum(reader.num_tokens for reader in readers)}}
 
     def call_id(self, name: str) -> str:
-        """Return the id of the call of this name, as the format's templates take them."""
+        """Return the id of the call of this name, in the form that the format's templates accept."""
         digest = blake2b(name.encode(), digest_size=12).hexdigest()
         length = 0 if self._form is None else self._form.id_chars
         return digest[:length] if length else f"call_{digest}"
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
-        """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
-        least one.
+        """Format an output. A call becomes two deltas: its id and name, then its arguments.
+
+        The last output becomes at least one delta.
         """
         deltas = [{"delta": delta} for part in self.parts(index, output) for delta in self._part_deltas(index, part)]
         return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
@@ -539,7 +542,7 @@ class ParsedChatFormat(ChatFormat):
         return {"message": {**message, TOOL_CALLS: calls} if calls else message}
 
     def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
-        """Return `tool_calls` as soon as one call is complete, also if the limit cut what came behind it."""
+        """Return `tool_calls` if at least one call is complete, even if the length limit cut the text after it."""
         called = self._num_calls.get(index) or content.get("message", {}).get(TOOL_CALLS)
         is_whole = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         return TOOL_CALLS if called and is_whole else ended.finish_reason

@@ -1,7 +1,7 @@
-"""Apply a persona's defaults to requests: what the request says wins, then the persona, then the server.
+"""Apply a persona's defaults to requests. The request takes precedence, then the persona, then the server.
 
-A conversation gets everything, a plain continuation only sampling and stops. Stops are united, biases merged by token;
-any other field of the request replaces the persona's. A default that contradicts what the request says is left out.
+A conversation gets all defaults, a plain continuation only sampling and stops. Stops are united and biases merged by
+token; any other field of the request replaces the persona's. Defaults that contradict the request are left out.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ _WITH_BEAMS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 _AS_THEY_ARE = ("chat_template_kwargs", "speculation", "context_overflow", *ReasoningFields.model_fields)
 _WITHOUT_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids")
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-# Beside its texts, what a chat template makes part of the prompt.
+# Fields, besides the texts, that a chat template may render into the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 _OF_EFFORT = ("enable_thinking", "reasoning_effort")
 FORM_FIELDS = (*TOOL_FIELDS, "response_format")
-"""Fields that decide the form of the answer."""
+"""Fields that determine the form of the answer."""
 PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 """Fields that the prompt depends on."""
-# Names of TGI, where they differ.
+# TGI's names, where they differ.
 _TGI_NAMES = {"max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
 _TGI_FILTERS = ("top_p", "top_k", "min_p", "typical_p")
 _TGI_SAMPLING = (
@@ -59,7 +59,7 @@ _TGI_SAMPLING = (
 
 @dataclass(frozen=True)
 class StoredPersona:
-    """Hold the defaults of one version, as text too, and who owns it."""
+    """Hold the defaults of one version, parsed and as text, and its owner."""
 
     ref: AdapterRef
     text: str
@@ -68,16 +68,16 @@ class StoredPersona:
 
     @property
     def has_prompt(self) -> bool:
-        """Return whether anything of it is part of prompts."""
+        """Return whether the persona adds anything to prompts."""
         return any(getattr(self.defaults, name) for name in PROMPT_FIELDS if name != "name")
 
     @cached_property
     def names_user(self) -> bool:
-        """Return whether its prompt depends on the user's name."""
+        """Return whether the persona's prompt depends on the user's name."""
         return any(USER in text for place, text in self.defaults.texts() if not place.startswith("greetings"))
 
     def shown(self, *, may_read: bool) -> Json:
-        """Return what callers see of it: its name, greetings and digest, and the rest if they may read it."""
+        """Return what callers see: name, greetings, digest and names of the fields, and all defaults if `may_read`."""
         defaults, given = self.defaults, json.loads(self.text)
         adapter_id = self.ref.adapter_id
         return {
@@ -91,13 +91,15 @@ class StoredPersona:
 
 @dataclass(frozen=True, slots=True)
 class AppliedPersona:
-    """Describe what of a persona a request got.
+    """Describe which parts of a persona were applied to a request.
 
-    `prompt_key` tells all that its part of the prompt (texts, tools, template variables), and what stands before it,
-    depend on; "" if it has none. `is_hidden`: the caller may not read that part. `messages` are the whole conversation,
-    empty if the persona has no texts in it; the first `num_fixed` stay when turns are dropped, and `num_added` are not
-    the client's. `is_whole`: the prompt begins with all of the persona's, and but for the user's name the client wrote
-    nothing of it. `token_fields` and `template_kwargs` are fields that TGI's body does not have.
+    - `prompt_key` identifies the persona's part of the prompt (texts, tools, template variables) and what precedes it;
+      "" if the persona has no part of the prompt.
+    - `is_hidden`: the caller may not read that part.
+    - `messages` are the whole conversation, empty if the persona has no texts in it. The first `num_fixed` stay when
+      turns are dropped; `num_added` of them are the persona's.
+    - `is_whole`: the prompt begins with the persona's complete part, and the client contributed only the user's name.
+    - `token_fields` and `template_kwargs` are fields that TGI's body does not have.
     """
 
     ref: AdapterRef
@@ -112,7 +114,7 @@ class AppliedPersona:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def usage(self) -> Json:
-        """Return what `usage.lorasrv.persona` shows."""
+        """Return the content of `usage.lorasrv.persona`."""
         return {
             "id": self.ref.adapter_id,
             "version": self.ref.version,
@@ -122,10 +124,10 @@ class AppliedPersona:
 
     @contextmanager
     def hiding_errors(self) -> Iterator[None]:
-        """Replace what a chat template says about the conversation if the caller may not read all of it.
+        """Replace the chat template's error messages if the caller may not read the whole conversation.
 
         Raises:
-            InvalidRequest: in place of one that could quote the conversation.
+            InvalidRequest: instead of the template's error, which could quote the conversation.
         """
         try:
             yield
@@ -138,7 +140,7 @@ class AppliedPersona:
             raise InvalidRequest(why, param="messages") from None
 
     def with_tokens(self, sampling: SamplingParams) -> SamplingParams:
-        """Return sampling with the fields that the body does not have."""
+        """Return the sampling with `token_fields`, which TGI's body does not have."""
         given = dict(self.token_fields)
         if sampling.max_tokens is not None and given.get("min_tokens", 0) > sampling.max_tokens:
             del given["min_tokens"]
@@ -146,16 +148,16 @@ class AppliedPersona:
 
 
 class Personas:
-    """Read the defaults of versions, keeping those used last. Safe to use from many threads."""
+    """Read the defaults of versions, and cache the last ones used. Thread-safe."""
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        # By all of a reference: a restored registry and an imported archive may use numbers again.
+        # Keyed by the whole reference, because a restored registry or an imported archive may reuse version numbers.
         self._known: LRUCache[AdapterRef, StoredPersona] = LRUCache(MAX_CACHED)
 
     async def find(self, ref: AdapterRef) -> StoredPersona:
-        """Return the defaults of a version that has some.
+        """Return the defaults of a version, which must have some.
 
         Raises:
             AdapterNotFound: the version was deleted.
@@ -171,11 +173,11 @@ class Personas:
         """Return a request's fields with the defaults of the version that it named, and what was applied.
 
         Args:
-            turn: the one turn of a conversation of TGI's protocol; None for a plain continuation.
+            turn: the only turn of a conversation in TGI's protocol; None for a plain continuation.
 
         Raises:
             AdapterNotFound: the version was deleted.
-            InvalidRequest: the request says what the persona does not allow.
+            InvalidRequest: a field of the request is not allowed with this persona.
         """
         stored = await self.find(ref)
         may_read = view.may_read_defaults(stored.owner)
@@ -191,12 +193,14 @@ class Personas:
         return apply_to_body(fields, stored, may_read)
 
     async def check_parts(self, components: Sequence[Component], view: ScopedStore) -> None:
-        """Check that a sum consists of adapters, and leads around no persona's prompt: a locked one goes with its
-        weights, and a hidden one is read by no weights but its owner's.
+        """Check that no part of a sum is itself a sum, and that the sum does not bypass the protection of prompts.
+
+        A locked prompt must be applied with its weights, so its adapter must come first. A hidden prompt may only be
+        combined with adapters of the prompt's owner, because other weights could reveal it.
 
         Raises:
             AdapterNotFound: a version was deleted.
-            InvalidRequest: it does not hold for one of them.
+            InvalidRequest: one of the adapters does not satisfy this.
         """
         if not components:
             return
@@ -213,8 +217,9 @@ class Personas:
                 raise InvalidRequest(why, param="adapters")
 
     async def check_stored(self, components: Sequence[Component], view: ScopedStore) -> None:
-        """Check that a sum that is to be stored consists of adapters with weights, and gives none of them other
-        defaults than their owner wants.
+        """Check that a sum may be stored: all its adapters have weights, and the caller may read all their defaults.
+
+        Otherwise the sum would give an adapter's weights other defaults than its owner wants.
 
         Raises:
             AdapterNotFound, InvalidRequest: as `check_parts`.
@@ -228,7 +233,11 @@ class Personas:
                 raise InvalidRequest(why, param="adapters")
 
     async def _adapter(self, ref: AdapterRef) -> StoredPersona | None:
-        """Return the defaults of a version that is to be part of a sum, None if it has none."""
+        """Return the defaults of a version that will be part of a sum; None if it has none.
+
+        Raises:
+            InvalidRequest: the version is itself a sum.
+        """
         stored = await self.find(ref) if ref.persona else None
         if stored is not None and stored.defaults.adapters:
             why = f"{ref.adapter_id}@{ref.version} is a sum itself; name its adapters instead"
@@ -239,7 +248,7 @@ class Personas:
         return await run_in_threadpool(self._store.version_history.owner, ref)
 
     async def parts(self, ref: AdapterRef) -> tuple[Component, ...]:
-        """Return the versions whose stored sum a version is; nothing if it is none.
+        """Return the versions that a stored sum consists of; () if the version is not a stored sum.
 
         Raises:
             ApiError: 404, one of them was deleted.
@@ -248,7 +257,7 @@ class Personas:
         return tuple(Component(self._part(each, ref), each.weight) for each in pinned or ())
 
     def num_deleted_parts(self, stored: StoredPersona) -> int:
-        """Return how many of the versions whose sum this is were deleted."""
+        """Return how many of the versions that this sum consists of were deleted."""
         return sum(self._found(each) is None for each in stored.defaults.adapters or ())
 
     def _part(self, pinned: PinnedAdapter, whole: AdapterRef) -> AdapterRef:
@@ -279,7 +288,7 @@ class Personas:
 
 
 def part_is_gone(name: str) -> ApiError:
-    """Build the 404 of a stored sum of which a part was deleted."""
+    """Build the 404 response for a stored sum with a deleted part."""
     why = f"{name} is a sum of adapters, and one of them was deleted; compose it anew"
     return ApiError(404, why, code="adapter_deleted", param="model")
 
@@ -336,7 +345,7 @@ def _apply_to_parameters(
         "allowed_token_ids": tuple(defaults.allowed_token_ids or ()),
         "min_tokens": defaults.min_tokens,
     }
-    # FSD is deterministic: a temperature of the request replaces it, and so does sampling.
+    # FSD is deterministic, so a request with a temperature or with sampling does not get it.
     if parameters.temperature is None and not parameters.model_copy(update=update).is_sampled:
         tokens |= {"fsd_alpha": defaults.fsd_alpha, "fsd_ngram": defaults.fsd_ngram}
     given = {name: value for name, value in tokens.items() if value}
@@ -354,13 +363,13 @@ def _check_shows_nothing(parameters: Parameters, applied: AppliedPersona) -> Non
 
 
 def _sampling(body: GenerationBody, defaults: Defaults) -> Json:
-    """Return the sampling fields that the request gets, united or merged with its own where that is possible."""
+    """Return the sampling fields that the request gets, united or merged with its own if possible."""
     own = {name: value for name in _SAMPLING if (value := getattr(defaults, name)) is not None}
     said = {name for name in _SAMPLING if getattr(body, name) is not None}
     if any(getattr(body, name) is not None for name in LIMIT_NAMES):
         said.add("max_tokens")
     if body.temperature is not None or body.fsd_alpha is not None:
-        # FSD is deterministic: the one excludes the other.
+        # FSD is deterministic, so a temperature and FSD exclude each other.
         said |= {"temperature", "fsd_alpha", "fsd_ngram"}
     if body.use_beam_search:
         own = {name: value for name, value in own.items() if name in _WITH_BEAMS}
@@ -392,7 +401,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _keep_lengths_apart(body: GenerationBody, merged: GenerationBody, update: Json) -> None:
-    """Leave out a default length that the other length of the request contradicts."""
+    """Leave out a default minimum or maximum length that contradicts the request's other length."""
     least, most = merged.min_tokens, merged.wanted_tokens()
     if least is None or most is None or least <= most:
         return
@@ -405,29 +414,29 @@ def _keep_lengths_apart(body: GenerationBody, merged: GenerationBody, update: Js
 def _without_contradictions(
     fields: GenerationBody | Parameters, defaults: Defaults, form: Json
 ) -> tuple[Defaults, Json]:
-    """Leave out defaults of which the request says the contrary: a grammar, or what does not go with one.
+    """Leave out a default grammar, or defaults that cannot be combined with a grammar, if the request contradicts them.
 
     Args:
-        form: defaults that decide the form of the answer, of which a grammar may be made.
+        form: defaults that determine the form of the answer, possibly by a grammar.
     """
     if not fields.model_copy(update=form).is_constrained:
         return defaults, form
     if fields.is_constrained or not fields.excludes_grammar:
         return defaults.model_copy(update=dict.fromkeys(_WITHOUT_GRAMMAR)), form
     form = {name: value for name, value in form.items() if name not in ("response_format", "tool_choice")}
-    # Tools may be offered freely, unless one is strict.
+    # Offered tools need no grammar, unless one of them is strict.
     return defaults, {} if fields.model_copy(update=form).is_constrained else form
 
 
 def _without_effort(defaults: Defaults) -> Defaults:
-    """Leave out template variables of which the request's `reasoning_effort` may say the contrary."""
+    """Leave out template variables that may contradict the request's `reasoning_effort`."""
     given = defaults.chat_template_kwargs or {}
     kept = {name: value for name, value in given.items() if name not in _OF_EFFORT}
     return defaults.model_copy(update={"chat_template_kwargs": kept or None})
 
 
 def _form(body: ChatBody, defaults: Defaults) -> Json:
-    """Return the fields that decide the form of the answer: a grammar excludes tools."""
+    """Return the defaults that determine the form of the answer. A grammar in the request excludes them."""
     if body.use_beam_search or body.has_grammar:
         return {}
     names = [name for name in TOOL_FIELDS if getattr(body, name) is None] if body.tools is None else []
@@ -451,8 +460,8 @@ def _with_persona(
     """Return the conversation with the persona's texts before it.
 
     Args:
-        variables: what the template gets beside the conversation.
-        has_own: whether some of it is the persona's.
+        variables: variables of the template, apart from the conversation.
+        has_own: whether some of these variables come from the persona.
 
     Raises:
         InvalidRequest: the client's system message is not allowed, or `user` is not a name.
@@ -468,7 +477,7 @@ def _with_persona(
     fixed, rest, applied = list(leading), given[len(leading) :], []
     if system is not None:
         texts = [defaults.filled(system.text, ref.adapter_id, user), *(m.plain()["content"] for m in leading)]
-        # One message, as many templates take no second.
+        # A single system message, because many templates do not accept a second one.
         fixed = [message("system", "\n\n".join(texts))]
         applied.append("system")
     for dialogue in defaults.examples or ():
@@ -500,12 +509,12 @@ def _is_system(message: Message) -> bool:
 
 
 def message(role: str, content: str) -> Message:
-    """Return a message of a conversation."""
+    """Build a message of a conversation."""
     return Message.model_validate({"role": role, "content": content})
 
 
 def _tgi_sampling(parameters: Parameters, defaults: Defaults) -> Json:
-    """Return sampling fields under TGI's names."""
+    """Return the sampling fields that the request gets, under TGI's names."""
     given = {_TGI_NAMES.get(name, name): getattr(defaults, name) for name in _TGI_SAMPLING}
     if parameters.do_sample is not False:
         given |= {name: getattr(defaults, name) for name in _TGI_FILTERS}

@@ -1,4 +1,4 @@
-"""Serve OpenAI's newer form of a chat: its fields become a chat's, and the chat's answer becomes items and events.
+"""Serve /v1/responses, OpenAI's newer form of a chat: convert requests to chats, and answers to items and events.
 
 A response consists of items: reasoning, messages, and calls of functions. Nothing is stored.
 """
@@ -30,19 +30,19 @@ from lorasrv.text.tool_parsers.base import Reasoning, ToolCall
 
 ID_PREFIX = "resp_"
 TEXT, REASONING = "output_text", "reasoning_text"
-"""Kinds of texts in items."""
+"""Types of text parts in items."""
 _TOLD = ("text", "logprobs")
-"""What the event at the end of a text says of it."""
+"""Fields of a part that the event at the end of its text repeats."""
 
 
 async def generate_response(
     body: ResponsesBody, services: Services, caller: Caller, resumption: Resumption | None
 ) -> Generation:
-    """Plan and admit a body of /v1/responses; arguments and errors as of `generate`."""
+    """Plan and admit a body of /v1/responses; arguments and errors are those of `generate`."""
     chat, asked = await run_in_threadpool(lambda: (body.chat(), _repeated(body)))
 
     def write(form: ChatFormat, builder: ResponseBuilder) -> ResponsesWriter:
-        # Tools may be a persona's; tokens of calls stand between those of the texts.
+        # Checked here, because a persona may add tools. Tokens of calls would be among those of the texts.
         if isinstance(form, ParsedChatFormat) and form.has_tools and chat.logprobs:
             name = "include" if body.top_logprobs is None else "top_logprobs"
             why = "{param}: there are no log-probabilities beside tools; leave it out, or set tool_choice: none"
@@ -54,7 +54,7 @@ async def generate_response(
 
 
 def _repeated(body: ResponsesBody) -> Json:
-    """Return the fields that a response repeats, as they were sent."""
+    """Return the request's fields that the response repeats, as they were sent."""
     return body.model_dump(
         mode="json",
         by_alias=True,
@@ -68,10 +68,10 @@ class ResponsesWriter:
     """Write the answer to one request.
 
     Args:
-        chat: counts, and names what answers.
-        form: reads calls in a text.
-        asked: fields that the response repeats.
-        num_told: events that the client has from another replica.
+        chat: returns the usage, the headers and the model's name.
+        form: separates reasoning, text and calls.
+        asked: the request's fields that the response repeats.
+        num_told: number of events that the client has received from another replica.
     """
 
     chat: ResponseBuilder
@@ -81,7 +81,7 @@ class ResponsesWriter:
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether a stream says nothing of its tokens but their text."""
+        """Return whether a stream shows only the text of its tokens."""
         return self.chat.is_resumable
 
     @property
@@ -91,11 +91,11 @@ class ResponsesWriter:
 
     @property
     def created_s(self) -> int:
-        """Return the Unix time of its beginning."""
+        """Return the response's Unix time of creation."""
         return self.chat.created_s
 
     def continuing(self, resumption: Resumption) -> "ResponsesWriter":
-        """Return a writer that goes on with a stream of another replica."""
+        """Return a writer that continues a stream which another replica began."""
         return replace(self, chat=self.chat.continuing(resumption), num_told=resumption.num_events)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
@@ -107,7 +107,8 @@ class ResponsesWriter:
         outputs = await choices.collect()
         items = AnswerItems(self.chat, self.form)
         events = chain.from_iterable(map(items.take, outputs[0]))
-        # Only the items count. In a thread: log-probabilities of a long answer take seconds.
+        # Discard the events, as only the items are needed. In a thread, because log-probabilities of a long answer take
+        # seconds.
         await run_in_threadpool(lambda: deque(events, maxlen=0))
         return self.ended(choices, items.items), self.headers(choices)
 
@@ -116,11 +117,11 @@ class ResponsesWriter:
         return ResponseEvents(self, choices)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
-        """Return the headers of a chat."""
+        """Return the headers, which are those of a chat."""
         return self.chat.headers(choices)
 
     def ended(self, choices: ChoiceStream, items: Sequence[Json]) -> Json:
-        """Return the response when its last output is there."""
+        """Return the response after the last output: completed or incomplete, with these items and the usage."""
         reason = choices.latest[0].finish_reason
         usage = self.chat.usage(choices)
         counts = {
@@ -157,7 +158,7 @@ class ResponsesWriter:
 
 
 class AnswerItems:
-    """Make the items of an answer from its outputs, and the events that tell of them, which are numbered later."""
+    """Convert an answer's outputs to items, and to events that report them, still without sequence numbers."""
 
     def __init__(self, chat: ResponseBuilder, form: ChatFormat) -> None:
         self.items: list[Json] = []
@@ -166,18 +167,18 @@ class AnswerItems:
         self._shown = ShownTokens(0)
         self._unplaced: list[PlacedToken] = []
         self._num_chars = 0
-        # Kind and texts of the item that is written, and log-probabilities; "": there is none.
+        # Kind, texts and log-probabilities of the open message or reasoning; the kind "" means that none is open.
         self._kind = ""
         self._texts: list[str] = []
         self._logprobs: list[Json] = []
 
     def take(self, output: RequestOutput) -> Iterator[Json]:
-        """Yield the events of an output. Take all of them."""
+        """Yield the events of an output. The caller must consume all of them, which completes the items."""
         if self._chat.top is not None:
             self._num_chars += len(output.text)
             self._unplaced += self._shown.take(output)
             if output.finished:
-                # Tokens join to the text. The one that ends the answer has none, whether it comes alone or not.
+                # The tokens must join to the text, so drop the one that ends the answer: it has no text.
                 self._unplaced = [token for token in self._unplaced if token.offset < self._num_chars]
         for part in self._form.parts(0, output):
             if isinstance(part, ToolCall):
@@ -192,7 +193,7 @@ class AnswerItems:
             yield from self.end("completed" if output.finish_reason is FinishReason.STOP else "incomplete")
 
     def end(self, status: str) -> Iterator[Json]:
-        """Yield the events that end the message or the reasoning that is written, if one is."""
+        """Yield the events that end the open message or reasoning, if there is one."""
         if not self._kind:
             return
         kind, part = self._kind, _part(self._kind, "".join(self._texts), self._logprobs)
@@ -210,7 +211,7 @@ class AnswerItems:
         yield self._of_part(f"response.{kind}.delta", delta=text, **logprobs)
 
     def _take_logprobs(self) -> Json:
-        """Return the log-probabilities of the tokens of a message that no event has told."""
+        """Return the log-probabilities of the message's tokens that no event has sent yet."""
         formatter, begin = self._chat.logprobs_formatter, self._form.content_at(0) or 0
         tokens = [token for token in self._unplaced if token.offset >= begin]
         logprobs = [] if formatter is None else formatter.chat(tokens)["content"]
@@ -231,7 +232,7 @@ class AnswerItems:
         assert isinstance(self._form, ParsedChatFormat)
         yield from self.end("completed")
         item_id = self._id("fc")
-        # Two replicas may write one answer.
+        # Derive the call's id from the item's: if two replicas write one answer, they must give it the same id.
         item = {"type": "function_call", "id": item_id, "call_id": self._form.call_id(item_id), "name": call.name}
         yield from self._begin({**item, "arguments": "", "status": "in_progress"})
         yield self._of_item("response.function_call_arguments.delta", delta=call.arguments)
@@ -262,7 +263,7 @@ def _part(kind: str, text: str, logprobs: Sequence[Json] = ()) -> Json:
 
 
 class ResponseEvents:
-    """Write one stream's events, which have names and numbers."""
+    """Write one stream's events, with their names and sequence numbers."""
 
     def __init__(self, writer: ResponsesWriter, choices: ChoiceStream) -> None:
         self._writer, self._choices = writer, choices
@@ -275,7 +276,7 @@ class ResponseEvents:
         del index
         events = self._begun() + b"".join(map(self._event, self._items.take(output)))
         if self._choices.is_repeated:
-            # The other replica may have told the same in more events.
+            # The other replica may have sent the same content in more events.
             self._numbers = count(self._writer.num_told)
         return events and events + self._choices.mark()
 
@@ -285,7 +286,7 @@ class ResponseEvents:
         return self._event({"type": f"response.{response['status']}", "response": response})
 
     def fail(self, error: Exception) -> bytes:
-        """Return the last events of an answer that has failed: what was said is incomplete."""
+        """Return the closing events of an answer that has failed; its open item is incomplete."""
         said = self._begun() + b"".join(map(self._event, self._items.end("incomplete")))
         known = describe(error).body["error"]
         failure = {"code": "server_error", "message": known["message"], "type": known["code"], "param": known["param"]}
