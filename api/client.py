@@ -17,7 +17,7 @@ from adapter_store.formats.peft_dir import PeftDir, digest_file
 from api.asgi.address import DEFAULT_SERVER, is_loopback, server_address
 
 CHUNK_BYTES = 1 << 20
-# A busy server may take long until the first token; connecting must be fast.
+# Seconds. A busy server may take long to send the first token, but connecting must be fast.
 ANSWER_S, CONNECT_S = 600.0, 5.0
 TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
@@ -26,7 +26,7 @@ FORBIDDEN = 403
 _UNKNOWN = frozenset({"model_not_found", "version_not_found"})
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 ByteProgress = Callable[[str, int, int], None]
-"""Called with the activity (hashing, sending), bytes done and total bytes."""
+"""Called with the activity ("hashing" or "sending"), bytes done and total bytes."""
 
 
 class ServerUnreachable(Exception):
@@ -70,7 +70,7 @@ class Choice:
     """Hold one answer to a request."""
 
     text: str = ""
-    # What the model wrote in front of it.
+    # Reasoning before the text.
     reasoning: str = ""
     finish_reason: str | None = None
     # One entry per token, in the format of OpenAI's chat.
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass
 class StreamedAnswer:
-    """Iterate over the text of an answer as it arrives; the other fields are complete when the iteration ends."""
+    """Iterate over the text of an answer as it arrives. `usage` and `choices` are complete when the iteration ends."""
 
     headers: Mapping[str, str]
     events: Iterator[Mapping[str, Any]]
@@ -88,11 +88,11 @@ class StreamedAnswer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Return the finish reason of the last choice; None before its end."""
+        """Return the finish reason of the last choice; None before it ends."""
         return self.choices[max(self.choices)].finish_reason if self.choices else None
 
     def close(self) -> None:
-        """Abort the answer: the server stops computing."""
+        """Abort the answer, so that the server stops computing it."""
         if isinstance(self.events, Generator):
             self.events.close()
 
@@ -142,7 +142,7 @@ def _of(replica: str | None) -> dict[str, str]:
 
 
 def _comes_whole(body: Mapping[str, Any]) -> bool:
-    """Return whether the request cannot be streamed, because the answer is selected from several complete ones."""
+    """Return whether the request cannot be streamed: `best_of` above `n`, beam search, or `prompt_logprobs`."""
     tried, shown = body.get("best_of"), body.get("n")
     chosen = isinstance(tried, int) and tried > (shown if isinstance(shown, int) else 1)
     return chosen or bool(body.get("use_beam_search")) or body.get("prompt_logprobs") is not None
@@ -156,9 +156,9 @@ class Client:
     """
 
     def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None, *, wait_s: float | None = None) -> None:
-        """Connect to a server; `wait_s` is the timeout, by default as long as an answer may take."""
+        """Connect to a server. `wait_s` is the timeout of a response, by default `ANSWER_S`."""
         self.url = server_address(url)
-        # No proxy from the environment for an address on this machine.
+        # Do not use the environment's proxy for an address on this machine.
         trust_env = not is_loopback(urlsplit(self.url).hostname or "")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = TIMEOUT if wait_s is None else httpx2.Timeout(wait_s)
@@ -173,7 +173,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections, also those of other threads, whose calls end with an error."""
+        """Close all connections. Calls that other threads are making end with an error."""
         self._http.close()
 
     def base_name(self) -> str:
@@ -181,11 +181,11 @@ class Client:
         return str(self._json("GET", "/v1/models", params={"limit": 1})["data"][0]["id"])
 
     def info(self, replica: str | None = None) -> dict[str, Any]:
-        """Return what the server says of itself, behind an edge what a replica says."""
+        """Return the server's /info; behind an edge, a replica's."""
         return self._json("GET", "/info", params=_of(replica))
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the model cards, as any OpenAI-compatible server lists them."""
+        """Return the model cards of /v1/models, which any OpenAI-compatible server has."""
         return [card for card in self._json("GET", "/v1/models").get("data") or [] if isinstance(card, dict)]
 
     def get(self, path: str, **params: object) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Client:
         return self._json("GET", path, params=params)
 
     def name_of(self, reference: str) -> str:
-        """Return the server's name of the base, an adapter, a version or an alias, which must exist."""
+        """Return the server's name of the base, an adapter, a version or an alias; it must exist."""
         return str(self._json("GET", f"/v1/models/{quote(reference, safe='')}")["id"])
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -207,14 +207,15 @@ class Client:
         return self._json("GET", _path_of(adapter_id, "/stats"))
 
     def delete(self, reference: str, *, force: bool = False, wait_s: float = 0.0) -> dict[str, Any]:
-        """Delete an id or a version; with `force` also its aliases, aborting its requests. Waits up to `wait_s` for
-        running ones.
+        """Delete an id or a version, and wait up to `wait_s` seconds for its running requests.
+
+        With `force`, also delete its aliases and abort its requests.
         """
         params = {**({"force": "true"} if force else {}), **({"wait": f"{wait_s:g}"} if wait_s else {})}
         return self._json("DELETE", _path_of(reference), params=params)
 
     def change(self, adapter_id: str, body: Mapping[str, Any], *, etag: str | None = None) -> dict[str, Any]:
-        """Change an adapter; with `etag`, only if its state is still the one with this tag."""
+        """Change an adapter; with `etag`, only if the adapter still has this ETag."""
         headers = {} if etag is None else {"if-match": f'"{etag}"'}
         return self._json("PATCH", _path_of(adapter_id), json=dict(body), headers=headers)
 
@@ -223,7 +224,7 @@ class Client:
         return self._json("GET", _path_of(reference, "/defaults"))
 
     def find_defaults(self, reference: str) -> dict[str, Any] | None:
-        """Return the defaults of a version; None if there is no such version, or it has none."""
+        """Return the defaults of a version; None if the version does not exist or has no defaults."""
         try:
             found: dict[str, Any] | None = self.defaults(reference)["defaults"]
         except Refused as error:
@@ -233,8 +234,9 @@ class Client:
         return found
 
     def set_defaults(self, reference: str, defaults: Mapping[str, Any], *, new: bool = False) -> dict[str, Any]:
-        """Make a version with other defaults and the same weights; `new`: an id that does not exist becomes a persona
-        of the base.
+        """Create a version with other defaults and the same weights.
+
+        With `new`, an id that does not exist becomes a persona of the base.
         """
         path = _path_of(reference, "/defaults")
         try:
@@ -246,19 +248,20 @@ class Client:
         return self._json("POST", "/v1/adapters", json=body)
 
     def make_snapshot(self, reference: str) -> dict[str, Any]:
-        """Keep the keys and values of a persona's prompt on the server's disk."""
+        """Store the keys and values of a persona's prompt on the server's disk."""
         return self._json("POST", _path_of(reference, ":snapshot"))
 
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
-        """Load an adapter into the pool; returns when it is resident, or at the deadline (None: the server's
-        default).
+        """Load an adapter into the pool. Returns when it is resident, or at the deadline.
+
+        None is the server's default deadline.
         """
         body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
         timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
         return self._json("POST", _path_of(reference, ":warm"), json=body, timeout=timeout)
 
     def verify(self, reference: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Compare an adapter with PEFT: yields `{"progress": [what, share]}` repeatedly, and the verdict at the end."""
+        """Compare an adapter with PEFT. Yields `{"progress": [what, share]}` repeatedly, and at the end the verdict."""
         path = _path_of(reference, ":verify")
         timeout = httpx2.Timeout(ANSWER_S + body.get("timeout_s", 0.0), connect=CONNECT_S)
         request = self._http.build_request("POST", path, json={**body, "stream": True}, timeout=timeout)
@@ -283,16 +286,16 @@ class Client:
         return done
 
     def pool(self, replica: str | None = None) -> dict[str, Any]:
-        """Return the memory map of the pool, behind an edge that of a replica."""
+        """Return the memory map of the pool; behind an edge, a replica's."""
         return self._json("GET", "/v1/pool", params=_of(replica))
 
     def with_tokenizer(self, peft: PeftDir) -> PeftDir:
-        """Return an adapter with its tokenizer, if that has tokens that the server's base lacks."""
+        """Return the adapter; its tokenizer is included only if it has tokens that the server's base lacks."""
         return peft.with_tokenizer(self._num_base_tokens) if peft.has_tokenizer else peft
 
     @cached_property
     def _num_base_tokens(self) -> int:
-        """Return how many tokens the base has; 0 for a key that may only upload: the server finds out."""
+        """Return the number of the base's tokens; 0 if the key may only upload, so that the server checks them."""
         try:
             return int(self._json("GET", "/tokenizer_info")["vocab_size"])
         except Refused as error:
@@ -314,14 +317,13 @@ class Client:
         send_always: bool = True,
         progress: ByteProgress | None = None,
     ) -> dict[str, Any]:
-        """Hash the weights, send them, register them, and move the alias to the new version; returns the server's
-        report.
+        """Hash, send and register the weights, and move the alias to the new version. Returns the server's report.
 
         Args:
-            stored: the form that the server keeps it in, "bf16" or "int8"; None: the server's default.
-            allow_drift: accept int8 however much it changes the adapter.
-            defaults: what requests have where they say nothing else.
-            send_always: False sends the weights only if the server lacks a usable copy with that digest.
+            stored: the storage format, "bf16" or "int8"; None: the server's default.
+            allow_drift: accept int8 regardless of how much it changes the adapter.
+            defaults: defaults for fields that requests leave out.
+            send_always: False sends the weights only if the server has no usable copy with their digest.
         """
         tell = progress or (lambda *_: None)
         digest = digest_file(peft.weights_path, lambda done, total: tell("hashing", done, total))
@@ -344,13 +346,13 @@ class Client:
             sends = 1
         while True:
             if peft.tokenizer is not None and named is not None:
-                # Each registration reads it once.
+                # Send it on each try, because a registration consumes the uploaded tokenizer.
                 self._put(peft.tokenizer, named, len(peft.tokenizer))
             try:
                 return self._json("POST", "/v1/adapters", json=body)
             except Refused as error:
-                # The weights may be gone: another adapter with the same weights was refused meanwhile. An existing copy
-                # may have a damaged header, which looks like an invalid adapter.
+                # Send the weights again in two cases: they are gone, because another adapter with the same weights was
+                # refused meanwhile; or the server's copy has a damaged header, which looks like an invalid adapter.
                 again = _MISSING if sends else _MISSING | {"invalid_adapter"}
                 if sends == MAX_SENDS or error.error.get("code") not in again:
                     raise
@@ -366,7 +368,10 @@ class Client:
         self._json("PUT", f"/v1/blobs/{digest}", content=content, headers=headers)
 
     def metrics(self, replica: str | None = None) -> dict[str, float]:
-        """Return the samples of /metrics by name, with labels as written there; of an edge a replica's, or its own."""
+        """Return the samples of /metrics by name, including labels.
+
+        Behind an edge, these are the replica's, or without `replica` the edge's own.
+        """
         with _reaching(self.url):
             response = self._http.get("/metrics", params=_of(replica))
         if response.status_code >= 400:
@@ -375,7 +380,7 @@ class Client:
         return {name: float(value) for name, value in samples}
 
     def chat(self, body: Mapping[str, Any]) -> StreamedAnswer:
-        """Send a chat request in OpenAI's format without the stream fields; the answer streams where possible."""
+        """Send a chat request in OpenAI's format, without the stream fields. The answer is streamed if possible."""
         return self._ask("/v1/chat/completions", body)
 
     def complete(self, body: Mapping[str, Any]) -> StreamedAnswer:
@@ -447,7 +452,7 @@ class _reaching:  # noqa: N801 - used as a statement
 
 
 def _remedy(url: str) -> str:
-    """Return what helps where nothing listens: a server of this machine may be missing, or not yet be ready."""
+    """Return advice for an address where nothing listens: a server may not be started or not be ready yet."""
     address = urlsplit(url)
     if not is_loopback(address.hostname or ""):
         return "check the address (--server), and that the server is ready"

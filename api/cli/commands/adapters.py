@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
-    """Format a response of `GET /v1/adapters/{id}/stats`; one line without requests."""
+    """Format a response of `GET /v1/adapters/{id}/stats`; a single line if there were no requests."""
     if not stats["requests"] and not stats["prompt_tokens"]:
         yield "in all: no requests"
         return
@@ -91,7 +91,7 @@ def upload(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload an adapter to the server, which validates it against its base and reports what matched."""
+    """Upload an adapter. The server validates it against its base, and reports what matched."""
     from api.cli.commands import bulk_upload
 
     if every and adapter_id is not None:
@@ -142,7 +142,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 
 def print_list(adapters: list[dict[str, Any]], as_json: bool) -> None:
-    """Print adapters as the server lists them."""
+    """Print adapters, given in the format of `GET /v1/adapters`."""
     if as_json:
         print_json(adapters)
         return
@@ -213,7 +213,7 @@ def rm(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete adapters, or versions; running requests finish with the version they started with."""
+    """Delete adapters or versions. Running requests finish with the version they started with."""
     from api.client import Refused
 
     refused = []

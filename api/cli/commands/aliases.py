@@ -35,7 +35,7 @@ def alias(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Point an alias to a version, which then answers requests for ID:NAME. Without a version: show."""
+    """Point an alias to a version, which then answers requests for ID:NAME. Without a version, show the alias."""
     adapter_id, colon, label = name.partition(":")
     if remove and versions:
         raise CliError("give a version or --remove, not both", code=ExitCode.USAGE)
@@ -71,7 +71,7 @@ def rollback(
         shown = client.adapter(adapter_id)
         current: int = shown["version"]
         version = to if to is not None else _version_before(adapter_id, current, shown["versions"])
-        # With the ETag that was read: if the id was moved meanwhile, its previous version may be another one.
+        # Pass the ETag: if the id was moved meanwhile, the version to roll back to may be another one.
         client.change(adapter_id, {"version": version}, etag=shown["etag"])
     if as_json:
         print_json({"id": adapter_id, "version": version, "version_before": current})
@@ -139,9 +139,9 @@ def limit(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Limit an adapter, all its versions together; limits not given stay. Without options: show its limits.
+    """Limit an adapter with all its versions. Limits that are not given stay. Without options, show its limits.
 
-    Limits that an adapter does not have are the server's defaults for all adapters.
+    For limits that an adapter does not have, the server's defaults for all adapters apply.
     """
     options = {
         "max_running": max_running,
@@ -162,7 +162,7 @@ def limit(
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Check here as well as in the server: JSON cannot represent some numbers that an option accepts."""
+    """Check the limits before sending them, because options accept numbers that JSON cannot represent."""
     try:
         Limits(**given)
     except InvalidLimits as error:

@@ -1,6 +1,6 @@
 """Answer a file of requests with a running server or an engine in this process (batch).
 
-Progress is a bar with rate and remaining time on a terminal, and otherwise a line per tenth.
+On a terminal, progress is a bar with rate and remaining time; elsewhere, a line for every tenth of the requests.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from api.batches.runner import Ask
 
 ENGINE_SETTINGS = ("model", "store", "quantization", "device", "pool_bytes", "load_format")
-"""Options of `serve` for an engine of its own."""
+"""Options of `serve` that configure a local engine."""
 
 
 def batch(
@@ -54,8 +54,8 @@ def batch(
 ) -> None:
     """Answer a file of requests with any mix of adapters. The same command resumes where it was stopped.
 
-    Any option of the local engine selects it instead of a server; its other options come from LORASRV_NAME in the
-    environment or a configuration file. Failed and malformed lines have their reason in OUT.
+    Giving any option of the local engine uses that engine instead of a server. Options that are not given come from
+    LORASRV_NAME in the environment or from a configuration file. OUT has the reason for failed and malformed lines.
     """
     own = given_settings(ctx)
     given = ctx.get_parameter_source("server")
@@ -87,7 +87,7 @@ def _check_paths(source: Path, target: Path) -> None:
         raise CliError(f"IN: {source} is read twice, so that it has to be a regular file", code=ExitCode.USAGE)
     is_other = target.exists() and not target.is_file()
     if is_other or not target.absolute().parent.is_dir():
-        # Results are read again when the command goes on after an interruption.
+        # The command reads the results again when it resumes.
         raise CliError(f"results cannot be written to {target}: name a regular file", code=ExitCode.USAGE)
 
 
@@ -216,7 +216,7 @@ class _ProgressLines:
 
 
 def figures(job: "Job", seconds: float) -> str:
-    """Format failures if there are any, lines per second in this run, and the remaining time at that rate."""
+    """Format the number of failures (if any), lines per second in this run, and the remaining time at that rate."""
     failed = f"{job.tally.failed} failed, " if job.tally.failed else ""
     if not job.done_now or not seconds:
         return f"{failed}waiting for the first"

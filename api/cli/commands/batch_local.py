@@ -1,4 +1,4 @@
-"""Run batch lines on an engine in this process: lock the store, load the model, and compute as a server does."""
+"""Run batch lines on an engine in this process: lock the store, load the model, and compute like a server."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -22,7 +22,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
     """Load the model, which takes seconds, and yield a context that starts the engine in the event loop.
 
     Raises:
-        LorasrvError, AdapterError: model, options or store are not usable, or a server uses the store.
+        LorasrvError, AdapterError: the model, options or store are unusable, or a server uses the store.
     """
     from lorasrv.engine.async_engine import AsyncEngine
 

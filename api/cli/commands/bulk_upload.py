@@ -1,7 +1,7 @@
 """Upload a tree of adapter folders, several at a time (upload --all).
 
-Weights that the server already has are not sent, so the same command resumes where it was stopped. Refused adapters are
-reported at the end, and the others are registered.
+Weights that the server already has are not sent, so the same command resumes where it was stopped. If adapters are
+refused, the others are still registered, and the refused ones are reported at the end.
 """
 
 import os
@@ -34,12 +34,12 @@ MIN_PAUSE_S = 0.5
 MAX_DEPTH = 8
 SHOWN_NAMES = 20
 MARKS = (CONFIG_NAME, WEIGHTS_NAME, MLX_WEIGHTS_NAME, PICKLES[0])
-"""A folder with one of these files is an adapter, though it may be refused; folders below it are ignored."""
+"""A folder with one of these files counts as an adapter, even if it is refused. Folders below it are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAdapter:
-    """Locate an adapter of the tree."""
+    """Describe an adapter of the tree: its folder and id."""
 
     folder: Path
     # Path below the tree's root.
@@ -63,10 +63,10 @@ class UploadOutcome:
 
 
 def adapter_id_of(named: str | Path, slugify: bool) -> str:
-    """Return the id as given; with `slugify`, or for a folder of that name, the nearest valid one.
+    """Return the id as given; with `slugify`, or if `named` is a folder, the valid id nearest to the name.
 
     Raises:
-        CliError: the id is not allowed (suggests one), or has no valid characters.
+        CliError: the id is not allowed (the message suggests one), or has no valid characters.
     """
     wanted = Path(os.path.abspath(named)).name if isinstance(named, Path) else named
     if not (slugify or isinstance(named, Path)):
@@ -94,7 +94,8 @@ class Tree:
         """Return the adapters sorted by path.
 
         Raises:
-            CliError: there is none; an id is not allowed (suggests one); two adapters would have the same id.
+            CliError: there are no adapters, an id is not allowed (the message suggests one), or two adapters would have
+            the same id.
         """
         folders = list(_folders(self.root))
         if folders == [self.root]:
@@ -114,7 +115,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Hold the options of each upload, as for a single one."""
+    """Hold the options that apply to each upload; they are those of a single upload."""
 
     if_not_exists: bool = False
     alias: str | None = None
@@ -142,12 +143,12 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
 
 
 def check_all(tree: Tree, model: str, terms: Mapping[str, Any], as_json: bool, no_tokenizer: bool) -> None:
-    """Validate each adapter locally as a server with this base would, and list its id; `terms` as of `check_files`.
+    """Validate each adapter locally like a server with this base, and list its id; `terms` are those of `check_files`.
 
     Raises:
         CliError: some would be refused.
     """
-    # Imported only here: other commands do not wait for the tokenizers.
+    # Imported here, so that other commands do not wait for the tokenizers library.
     from lorasrv.models.loader.locate import read_tokenizer
 
     found = tree.adapters()
@@ -210,9 +211,7 @@ class _Meter:
         self._total_sent = 0
 
     def on_sent(self, one: FoundAdapter, share: float = 1.0) -> None:
-        """Report the share of an adapter that is done; 1 at the end, whether it was sent, refused or already
-        present.
-        """
+        """Report the share of an adapter that is done. At the end it is 1, even if the adapter was not sent."""
         with self._lock:
             now = int(share * self._sizes[one.adapter_id])
             self._total_sent += now - self._sent[one.adapter_id]
@@ -221,7 +220,7 @@ class _Meter:
 
 
 def _weights_bytes(folder: Path) -> int:
-    """Return the bytes of the weights, at least 1: a folder without weights counts too."""
+    """Return the size of the weights in bytes, at least 1, so that a folder without weights counts in the progress."""
     files = (folder / name for name in (WEIGHTS_NAME, MLX_WEIGHTS_NAME))
     return max([1, *(file.stat().st_size for file in files if file.is_file())])
 
@@ -231,11 +230,11 @@ def _each(
     work: Callable[[FoundAdapter, threading.Event], UploadOutcome],
     cut: Callable[[], None],
 ) -> Iterator[UploadOutcome]:
-    """Yield results as they complete; an unexpected error, or Ctrl-C, ends what has not started and what is under way.
+    """Yield results as they complete. An unexpected error, or Ctrl-C, cancels pending and running uploads.
 
     Args:
-        work: gets an event that tells it to end.
-        cut: ends what the work is sending.
+        work: uploads one adapter; must stop when its event is set.
+        cut: aborts everything that is being sent.
     """
     ended = threading.Event()
     with ThreadPoolExecutor(PARALLEL) as pool:
@@ -275,7 +274,9 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter, ended: thr
 
 
 def _patiently(work: Callable[[], dict[str, Any]], ended: threading.Event) -> dict[str, Any]:
-    """Retry while the server is busy and gives a delay, for up to `MAX_PATIENCE_S` in total, until it is ended.
+    """Call `work`, and retry while the server is busy and asks to retry later.
+
+    Stops after delays of `MAX_PATIENCE_S` in total, or when `ended` is set.
 
     Raises: Refused.
     """
@@ -284,7 +285,7 @@ def _patiently(work: Callable[[], dict[str, Any]], ended: threading.Event) -> di
         try:
             return work()
         except Refused as error:
-            # A minimum delay, so that a server that always says 0 is not called without end.
+            # A minimum delay, so that a server that asks for a delay of 0 is not called in a tight loop.
             pause = max(MIN_PAUSE_S, error.retry_after_s or 0.0)
             if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S or _ends_within(pause, ended):
                 raise

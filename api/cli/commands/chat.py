@@ -1,7 +1,7 @@
 """Talk to an adapter (chat).
 
-On a terminal, with commands, and errors that do not end the conversation. From a pipe, one question per line, plain
-answers, and the first error ends the command.
+On a terminal, commands are available, and errors do not end the conversation. From a pipe, every line is a question,
+answers are plain text, and the first error ends the command.
 """
 
 import sys
@@ -74,7 +74,7 @@ def chat(
 def _who_and_what(first: str | None, second: str | None, adapter: str | None) -> tuple[str | None, str | None]:
     """Return the adapter and the question of `[ID] [QUESTION] [--adapter ID]`.
 
-    With --adapter the first argument is the question; so is one of several words, which is no id.
+    The first argument is the question if --adapter is given, or if it has several words and thus cannot be an id.
 
     Raises:
         CliError: the adapter is given twice.
@@ -104,7 +104,7 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Ask a question, and print the answer.
 
-        An unanswered question is not added to the history; of an answer that Ctrl-C ended, the received part is.
+        If Ctrl-C ends the answer, the received part is added to the history. A question without an answer is not.
 
         Raises:
             ServerUnreachable, Refused.
@@ -143,7 +143,7 @@ class Conversation:
         self.model = reference
 
     def adapters(self, prefix: str = "") -> list[str]:
-        """Return adapter ids with a prefix; none on any error."""
+        """Return adapter ids with a prefix; [] on any error."""
         try:
             return [name for a in self._client.adapters() if (name := str(a["id"])).startswith(prefix)]
         except Exception:
@@ -172,7 +172,7 @@ def _chat_on_terminal(conversation: Conversation) -> None:
 
 
 def _lines(conversation: Conversation) -> Iterator[str]:
-    """Yield the messages that are typed. Ctrl-C discards the current one."""
+    """Yield the typed messages. Ctrl-C discards the current one."""
     _prepare_readline(conversation)
     while True:
         try:
@@ -188,7 +188,7 @@ def _lines(conversation: Conversation) -> Iterator[str]:
 
 
 def _message(prompt: str) -> str:
-    """Read a line, or the lines between two triple quotes, which are never a command."""
+    """Read a line, or the lines between two triple quotes; such lines are never a command."""
     line = _read(prompt).strip()
     if not line.startswith(MULTILINE):
         return line
@@ -202,7 +202,7 @@ def _message(prompt: str) -> str:
 def _read(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    # Only answers go to the redirected output, not the prompt.
+    # Write the prompt to stderr, because stdout may be redirected and should contain only answers.
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -211,7 +211,7 @@ def _read(prompt: str) -> str:
 
 
 def _prepare_readline(conversation: Conversation) -> None:
-    """Enable arrow keys, history and completion after /adapter, if Python was built with readline."""
+    """Enable arrow keys, history, and completion of ids after /adapter, if Python was built with readline."""
     try:
         import readline
     except ImportError:
@@ -236,7 +236,7 @@ def _completer(conversation: Conversation) -> Callable[[str, int], str | None]:
 
 
 def _run_command(conversation: Conversation, line: str) -> str | None:
-    """Run a command of the chat; returns "quit" to end it.
+    """Run a command of the chat; returns "quit" if the chat should end.
 
     Raises: Refused, ServerUnreachable.
     """

@@ -1,4 +1,4 @@
-"""Run the server's validation without a server (check)."""
+"""Validate an adapter without a server, as a server would (check)."""
 
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,8 @@ def check(
 ) -> None:
     """Check whether a server with this base would accept the adapter, and list all problems.
 
-    Nothing is sent, and only the base's configuration is read. With --store, the base must be the store's own, and
-    versions with the same content are listed.
+    Nothing is sent, and only the base's configuration is read. With --store, also list the store's versions with the
+    same content; the base must be the store's.
     """
     from adapter_store.validation.validate import check_files
     from lorasrv.models.loader.locate import read_tokenizer
@@ -68,7 +68,7 @@ def check(
 
 
 def shapes_of(model: str) -> BaseShapes:
-    """Return the shapes that an adapter of this base must fit, from the model's header alone.
+    """Return the shapes that an adapter of this base must fit; reads only the model's header.
 
     Raises: LorasrvError.
     """
@@ -80,7 +80,7 @@ def shapes_of(model: str) -> BaseShapes:
 
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
-    """Map each content of a store to its versions.
+    """Return the store's versions by content.
 
     Raises:
         CliError: the store belongs to another base.

@@ -87,7 +87,7 @@ def _client(sources: "Sources") -> Iterator[tuple[str, Any, "Origin"]]:
 
 
 def _plain(value: Any, *, secret: bool = False) -> Any:
-    """Convert a value to what JSON and TOML can represent."""
+    """Convert a value to types that JSON and TOML can represent."""
     if secret:
         return SECRET if value else None
     if isinstance(value, tuple):
@@ -151,5 +151,5 @@ def _default(name: str) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """Format a value as TOML, which strings, lists, numbers and booleans of JSON are."""
+    """Format a value as TOML; JSON strings, lists, numbers and booleans are valid TOML."""
     return json.dumps(value, ensure_ascii=False)

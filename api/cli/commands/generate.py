@@ -37,7 +37,7 @@ AdapterOption = Annotated[
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Define request options of `chat` and `generate`; fields are named as in the request's body."""
+    """Define request options of `chat` and `generate`, named like the fields of the request's body."""
 
     max_tokens: Annotated[int | None, _option("Maximum number of tokens of an answer.", _SAMPLING, min=1)] = None
     temperature: Annotated[
@@ -93,7 +93,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Define request options of `generate` alone."""
+    """Define request options that only `generate` has."""
 
     min_tokens: Annotated[int | None, _option("Minimum number of tokens of an answer.", _SAMPLING, min=0)] = None
     ignore_eos: Annotated[bool, _option("Do not stop at the end-of-sequence token.", _SAMPLING, "--ignore-eos")] = False
@@ -119,7 +119,7 @@ class GenerateOptions:
         """Return the given fields of the request's body.
 
         Raises:
-            CliError: a bias cannot be parsed, or several forms of the answer are given.
+            CliError: a bias cannot be parsed, or several constraints on the answer's form are given.
         """
         wanted = {
             "min_tokens": self.min_tokens,
@@ -183,7 +183,7 @@ _FLAGS = {
     "guided_choice": "--choice",
     "guided_grammar": "--grammar",
 }
-"""Options that are not named as their field."""
+"""Options with another name than their field."""
 
 
 def _flags(body: Mapping[str, Any]) -> dict[str, str]:
@@ -215,7 +215,7 @@ def _fields(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _logprobs(alternatives: int | None, raw: bool) -> dict[str, Any]:
-    """Return the fields that request log-probabilities, which differ between OpenAI's two routes."""
+    """Return the fields that request log-probabilities; they differ between OpenAI's two routes."""
     if raw:
         return {"logprobs": alternatives}
     return {"logprobs": None if alternatives is None else True, "top_logprobs": alternatives or None}
@@ -233,9 +233,9 @@ def _biases(texts: list[str] | None) -> dict[str, float] | None:
 
 
 def _finite(text: str) -> float:
-    """Parse a number that JSON has.
+    """Parse a number that JSON can represent.
 
-    Raises: ValueError.
+    Raises: ValueError: the text is no number, NaN or infinite.
     """
     if not math.isfinite(number := float(text)):
         raise ValueError(text)
@@ -245,7 +245,7 @@ def _finite(text: str) -> float:
 def _form(
     json_object: bool, json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> dict[str, Any]:
-    """Return the field that sets the form of the answer, at most one; the server validates it."""
+    """Return the field that constrains the answer's form, {} without one; the server validates its value."""
     wanted: list[dict[str, Any]] = []
     if json_object:
         wanted.append({"response_format": {"type": "json_object"}})
@@ -281,7 +281,7 @@ def _read_text(path: Path, flag: str) -> str:
 
 # Output.
 def show(answer: "StreamedAnswer", quietly: bool) -> None:
-    """Print the text as it arrives, unless it is printed later; on a terminal, dimmed reasoning before it."""
+    """Print the text as it arrives, and on a terminal the dimmed reasoning; with `quietly`, only receive the answer."""
     is_reasoning = False
     for piece in answer.pieces():
         if quietly or (piece.is_reasoning and not sys.stdout.isatty()):
@@ -315,7 +315,7 @@ def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
 
 
 def _print_rest(answer: "StreamedAnswer") -> None:
-    """Print what did not stream: several choices, and log-probabilities, one line per token."""
+    """Print what was not streamed: several choices, and log-probabilities with one line per token."""
     several = len(answer.choices) > 1
     for index in sorted(answer.choices):
         choice = answer.choices[index]

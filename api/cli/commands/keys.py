@@ -60,10 +60,9 @@ def create(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a key and print its secret, which cannot be shown again. The first key closes the server to clients
-    without one.
+    """Create a key and print its secret, which cannot be shown again. Once a key exists, clients need one.
 
-    A running server accepts it from the next request.
+    A running server accepts the key from the next request.
     """
     from api.auth.key_store import InvalidKey
     from api.auth.principal import KeyLimits, new_name
@@ -91,7 +90,7 @@ def create(
 
 
 def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """List all keys there ever were, with their permissions; secrets are not stored."""
+    """List all keys with their permissions, including revoked ones. Secrets are not stored."""
     with _open_keys(_folder(store), must_exist=True) as key_store:
         keys = key_store.all()
     if as_json:
@@ -111,10 +110,9 @@ def rotate(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace a key's secret and print the new one, which cannot be shown again. Permissions, limits, files and
-    batches stay.
+    """Replace a key's secret and print the new one, which cannot be shown again.
 
-    A running server accepts it from the next request.
+    The key keeps its permissions, limits, files and batches. A running server accepts the secret from the next request.
     """
     grace_s = 0.0 if grace is None else duration("--grace", grace)
     with _changing(store, must_exist=True) as key_store, _with_near_name(key_store, name):
@@ -136,7 +134,7 @@ def revoke(
 ) -> None:
     """Revoke a key permanently. A running server refuses it from the next request; running requests finish.
 
-    The server stays closed to clients without a key, even after the last one.
+    Clients still need a key, even after the last one is revoked.
     """
     with _changing(store, must_exist=True) as key_store, _with_near_name(key_store, name):
         done = key_store.revoke(name)
@@ -153,7 +151,7 @@ def _folder(store: Path | None) -> Path:
 
 @contextmanager
 def _changing(store: Path | None, *, must_exist: bool = False) -> Iterator["KeyStore"]:
-    """Open the keys to change them. Those of a follower are its registry's, which would undo the change."""
+    """Open the keys to change them. Refuses a follower's store: its registry would undo the change."""
     from adapter_store.registry.feed import is_followed
     from api.auth.key_store import FILE
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-# Uses of pages with their colours.
+# What pages are used for, with the colour of each use.
 PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 BAR_CHARS = 60
 ADAPTER_TITLES = ("adapter", "pages", "used", "requests", "state", "pinned")
 REQUEST_TITLES = ("request", "adapter", "pages", "shared")
 MAX_DEADLINE_MS = 600_000
-"""As of the server, whose schemas take half a second to import."""
+"""The server's value, repeated here because importing its schemas takes half a second."""
 Reference = Annotated[
     str,
     typer.Argument(
@@ -98,7 +98,7 @@ def pool(replica: ReplicaOption = None, server: ServerOption = DEFAULT_SERVER, a
 
 
 def _rows(shown: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield rows for files and pipes, each kind below its titles; the first cell is the kind of row."""
+    """Yield rows for files and pipes. Each kind of row has a title row; the first cell of a row is its kind."""
     yield "kind", "part", "pages"
     for part in ("total", *PARTS):
         yield "pages", part, str(shown[f"pages_{part}"])
@@ -131,7 +131,7 @@ def _print_tables(shown: dict[str, Any]) -> None:
 
 
 def _bar(shown: dict[str, Any]) -> "Text":
-    """Draw the pool; each part with a page gets at least one character, and free pages the rest."""
+    """Draw the pool as a bar. Each use with pages gets at least one character, and free pages get the rest."""
     from rich.text import Text
 
     total = max(1, shown["pages_total"])
@@ -169,5 +169,5 @@ def _request_cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    """Return the versions of a content, or its digest: of a sum, or if they were deleted."""
+    """Return the versions of a content, or its digest if it has none: it is a sum, or the versions were deleted."""
     return ", ".join(holder["versions"]) or short_digest(holder["digest"])

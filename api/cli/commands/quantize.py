@@ -59,7 +59,7 @@ def quantize(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a model's linears so that their outputs change least (GPTQ); takes minutes.
+    """Quantize a model's linear layers with GPTQ, which minimizes the change of their outputs. Takes minutes.
 
     Example: lorasrv quantize llama-int4.safetensors --model ./Llama-3.2-1B;
     lorasrv serve --model ./Llama-3.2-1B --quantized-weights llama-int4.safetensors
@@ -98,7 +98,7 @@ def quantize(
 
 
 def _check_output(output: Path, force: bool) -> None:
-    """Check that the file can be written before spending minutes."""
+    """Check that the file can be written, before computing for minutes."""
     folder = output.absolute().parent
     if output.exists() and not force:
         raise CliError(f"{output} exists; --force replaces it", code=ExitCode.USAGE)
@@ -109,7 +109,7 @@ def _check_output(output: Path, force: bool) -> None:
 
 
 def _plain(what: str) -> str:
-    """Return one label for loading all layers."""
+    """Return the label of a progress step; all layers share one label."""
     return "loading weights" if what.startswith("load") else what
 
 
@@ -134,8 +134,10 @@ def _texts(text: Path | None, model: str, checkpoint: "Checkpoint", bar: Progres
 
 
 def _sites(spec: "ModelSpec", made: "Quantized", harms: Mapping[str, float] | None) -> list[dict[str, Any]]:
-    """Describe the sites of the layers and, last, all of them: formats with the number of layers that have them, bits
-    of a weight with its scales, change of the outputs, and share of the divergence where that was measured.
+    """Describe each kind of linear layer, and at the end all of them together.
+
+    Each entry has the formats with their number of layers, bits per weight including scales, change of the outputs, and
+    the share of the divergence if it was measured.
     """
     layers = [{site.name: site.size for site in spec.sites_of(layer)} for layer in range(spec.num_layers)]
     sizes = {site: sum(layer[site] for layer in layers) for site in made.formats}

@@ -1,4 +1,4 @@
-"""Run a registry: the store's routes, for the servers that follow it, without an engine."""
+"""Run a registry, which serves the store's routes to the servers that follow it, without an engine."""
 
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def registry(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Keep adapters and keys for servers that follow this one (serve --registry URL), and answer no prompts.
+    """Keep adapters and keys for servers that follow this one (serve --registry URL), without answering prompts.
 
-    Takes the options of serve. The base is needed to check adapters: of its weights only samples are read.
+    Takes the options of serve. The base is needed to check adapters; only samples of its weights are read.
     """
     flags = given_settings(ctx)
     from api.config.sources import Sources

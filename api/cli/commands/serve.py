@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotNeeded:
-    """Accept options of vLLM's serve that have no meaning here."""
+    """Accept options of vLLM's serve that have no meaning here. The help of each is the reason."""
 
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True, help="adapters are always served")] = False
     max_loras: Annotated[int | None, typer.Option(hidden=True, help="a batch may hold any number of adapters")] = None
@@ -82,10 +82,10 @@ class NotNeeded:
     uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True, help="--log-level is that of all logs")] = None
 
     def notes(self) -> list[str]:
-        """Return a line for each one that is given, with the reason, which is its help."""
+        """Return a line with the reason for each option that is given."""
         declared = get_type_hints(NotNeeded, include_extras=True)
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        # 0 is given, too.
+        # 0 counts as given.
         given = [name for name, value in values if value is not None and value is not False]
         return [f"--{name.replace('_', '-')} is not needed: {declared[name].__metadata__[0].help}" for name in given]
 
@@ -127,7 +127,7 @@ def serve(
 
 
 def _run(settings: "ServerSettings", progress: "Progress", on_ready: "Callable[[Ready], None]") -> None:
-    """Run a server, or replicas of it behind one address."""
+    """Run a server, or several replicas behind one address."""
     if settings.replicas is None:
         from api.server import run
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from adapter_store.maintenance.offline_store import Finding, OfflineStore
 
 MANY_TOKENS = 2**31
-"""Taken for the tokens of a base whose embedding is unknown."""
+"""Number of tokens assumed for a base whose embedding is unknown."""
 ARCHIVE_NAME = "lorasrv-store.tar"
 _store_option = partial(
     typer.Option,
@@ -111,9 +111,10 @@ def import_(
     store: NewStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Import an archive into a store, which is created if missing: verified, validated, all or nothing.
+    """Import an archive into a store, which is created if missing.
 
-    Adapters that this version refuses are all told, each with the reason.
+    All weights are verified and all adapters validated; everything is imported, or nothing. Each adapter that this
+    version refuses is reported with the reason.
     """
     from adapter_store.maintenance.archive import import_store
 
@@ -139,7 +140,7 @@ def import_(
 
 @contextmanager
 def _refusals_shown() -> Iterator[None]:
-    """Report each adapter that is refused, and how to go on."""
+    """Report each refused adapter, and how to proceed."""
     from adapter_store.errors import AdaptersRefused
 
     try:
@@ -159,10 +160,12 @@ def _check_limits(limits: Mapping[str, Any]) -> None:
 
 
 def _check_defaults(base: BaseShapes, text: str, config: Mapping[str, object]) -> list["ArchivedPart"]:
-    """Check defaults as at their upload, but for what takes a tokenizer or a chat template; return the parts of a sum.
+    """Check defaults as on upload, except for checks that need a tokenizer or a chat template.
+
+    Returns the parts of a sum.
 
     Raises:
-        ValueError: they are wrong.
+        ValueError: the defaults are invalid.
     """
     from adapter_store.maintenance.archived_sums import ArchivedPart
     from api.serving.field_checks import FieldChecks
@@ -187,7 +190,7 @@ def _root(store: Path | None) -> Path:
 
 @contextmanager
 def _created(store: Path | None) -> Iterator["OfflineStore"]:
-    """Open a store, which is created if missing, and then removed again if nothing could be imported."""
+    """Open a store, created if missing. A store created here is removed again if nothing could be imported."""
     root = _root(store)
     is_new = not root.exists()
     with _opened(store, create=True) as closed:
@@ -195,14 +198,14 @@ def _created(store: Path | None) -> Iterator["OfflineStore"]:
             yield closed
         except BaseException:
             if is_new:
-                # While its lock is held.
+                # Remove it while its lock is held.
                 shutil.rmtree(root, ignore_errors=True)
             raise
 
 
 @contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically and durably, readable by its owner only, as the store is."""
+    """Write a file atomically and durably. Like the store, only its owner can read it."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with names_file(path), os.fdopen(os.open(partial, NEW_FILE, 0o600), "wb") as file:

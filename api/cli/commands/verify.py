@@ -36,7 +36,7 @@ def verify(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a stored adapter, as the server computes it, with PEFT. Exit code 1 if it differs."""
+    """Compare a stored adapter's outputs on the server with PEFT's. Exit code 1 if they differ."""
     body: dict[str, Any] = {"ignore_memory": ignore_memory}
     if prompts is not None:
         body["prompts"] = _read_prompts(prompts)

@@ -41,7 +41,7 @@ def detect_watermark(
     ] = DEFAULT_THRESHOLD,
     as_json: JsonOption = False,
 ) -> None:
-    """Report how many tokens are green, the probability of that by chance (z-score and p-value), and the verdict."""
+    """Report how many tokens are green, how likely that is by chance (z-score and p-value), and the verdict."""
     watermark = Watermark(gamma=gamma, key=key)
     written = _read(text)
 
