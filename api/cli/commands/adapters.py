@@ -75,13 +75,15 @@ def upload(
         str | None, typer.Option("--id", help="Id to serve it under; by default the folder's name.")
     ] = None,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
-    alias: Annotated[str | None, typer.Option(help="Also move this alias of the id, or of each id, to it.")] = None,
+    alias: Annotated[
+        str | None, typer.Option(help="Also move this alias of each uploaded id to the new version.")
+    ] = None,
     allow_partial: PartialOption = False,
     stored: StoredOption = None,
     allow_drift: DriftOption = False,
     defaults: DefaultsOption = None,
     no_tokenizer: NoTokenizerOption = False,
-    every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Upload all adapter folders below DIR.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
     slugify: Annotated[
         bool, typer.Option("--slugify", help="Convert ids that are not allowed: Org/Mia becomes org-mia.")

@@ -22,7 +22,7 @@ def alias(
         str,
         typer.Argument(
             metavar="ID[:NAME]",
-            help="An alias; an id alone: all its aliases.",
+            help="An alias, or an id for all its aliases.",
             autocompletion=complete_adapter_ids,
             callback=adapter_name,
         ),
@@ -135,7 +135,7 @@ def limit(
     weight: Annotated[
         float | None, typer.Option(help="Its share relative to other waiting adapters; the default is 1.")
     ] = None,
-    none: Annotated[bool, typer.Option("--none", help="Remove all limits that are not given with it.")] = False,
+    none: Annotated[bool, typer.Option("--none", help="Remove all limits except the given ones.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:

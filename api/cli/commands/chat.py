@@ -43,11 +43,13 @@ def chat(
         str | None,
         typer.Argument(
             metavar="ID",
-            help="Adapter, as --adapter; without one the base.",
+            help="Adapter, as with --adapter; by default the base.",
             autocompletion=complete_adapter_ids,
         ),
     ] = None,
-    question: Annotated[str | None, typer.Argument(metavar="QUESTION", help="Ask this alone, and end.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Ask only this question, and exit.")
+    ] = None,
     adapter: AdapterOption = None,
     system: SystemOption = None,
     server: ServerOption = DEFAULT_SERVER,

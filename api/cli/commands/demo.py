@@ -41,7 +41,7 @@ class PersonaReply:
 def demo(
     personas: Annotated[Path, typer.Option(metavar="DIR", help="A folder of PEFT folders.")] = EXAMPLES,
     model: Annotated[str, typer.Option(help="Base to serve.")] = BUILTIN_MODEL,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 64,
     as_json: JsonOption = False,
 ) -> None:
     """Start a server, upload the example personas, and ask them and the base the same questions concurrently."""

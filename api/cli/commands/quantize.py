@@ -33,7 +33,7 @@ def quantize(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="int4, q3h, or formats by part, of attn, mlp, qkv, o, gate_up and down: attn=int4,mlp=q3h:128. "
+            help="int4, q3h, or formats by part (attn, mlp, qkv, o, gate_up, down), e.g. attn=int4,mlp=q3h:128. "
             "[default: int4]",
         ),
     ] = None,
@@ -44,7 +44,7 @@ def quantize(
         float | None,
         typer.Option(
             metavar="BITS",
-            help="Mean bits of a code, e.g. 3.8: measures which linears bear few bits, and chooses their formats.",
+            help="Mean bits per code, e.g. 3.8: measures which linears tolerate few bits, and chooses the formats.",
         ),
     ] = None,
     text: Annotated[

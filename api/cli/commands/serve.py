@@ -26,7 +26,7 @@ class NotNeeded:
     max_cpu_loras: Annotated[
         int | None, typer.Option(hidden=True, help="--host-cache-bytes bounds the adapters in host memory")
     ] = None
-    lora_dtype: Annotated[str | None, typer.Option(hidden=True, help="--dtype is that of adapters")] = None
+    lora_dtype: Annotated[str | None, typer.Option(hidden=True, help="--dtype sets the data type of adapters")] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", hidden=True, help="no code of a checkpoint is ever run")
     ] = False
@@ -38,7 +38,7 @@ class NotNeeded:
         typer.Option(
             "--enforce-eager",
             hidden=True,
-            help="CUDA graphs are captured for what occurs, and no memory is kept for others",
+            help="CUDA graphs are captured only for shapes that occur; no memory is reserved for others",
         ),
     ] = False
     disable_log_requests: Annotated[
@@ -54,10 +54,10 @@ class NotNeeded:
         ),
     ] = False
     disable_log_stats: Annotated[
-        bool, typer.Option("--disable-log-stats", hidden=True, help="figures are at /metrics, and in no log")
+        bool, typer.Option("--disable-log-stats", hidden=True, help="statistics are at /metrics and are never logged")
     ] = False
     fully_sharded_loras: Annotated[
-        bool, typer.Option("--fully-sharded-loras", hidden=True, help="adapters are divided as the linears are")
+        bool, typer.Option("--fully-sharded-loras", hidden=True, help="adapters are sharded like the linear layers")
     ] = False
     block_size: Annotated[int | None, typer.Option(hidden=True, help="a page of the KV cache has 16 tokens")] = None
     swap_space: Annotated[
@@ -65,21 +65,21 @@ class NotNeeded:
     ] = None
     seed: Annotated[int | None, typer.Option(hidden=True, help="requests have seeds of their own")] = None
     download_dir: Annotated[
-        str | None, typer.Option(hidden=True, help="models of hf:org/name are kept where HF_HOME says")
+        str | None, typer.Option(hidden=True, help="models of hf:org/name are stored under HF_HOME")
     ] = None
     enable_auto_tool_choice: Annotated[
         bool,
         typer.Option(
-            "--enable-auto-tool-choice", hidden=True, help="tools are served where the model's chat template has them"
+            "--enable-auto-tool-choice", hidden=True, help="tools are served if the model's chat template has them"
         ),
     ] = False
     tool_call_parser: Annotated[
-        str | None, typer.Option(hidden=True, help="the form of tool calls is the chat template's")
+        str | None, typer.Option(hidden=True, help="the format of tool calls is read from the chat template")
     ] = None
     reasoning_parser: Annotated[
-        str | None, typer.Option(hidden=True, help="the markers of reasoning are the chat template's")
+        str | None, typer.Option(hidden=True, help="the markers of reasoning are read from the chat template")
     ] = None
-    uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True, help="--log-level is that of all logs")] = None
+    uvicorn_log_level: Annotated[str | None, typer.Option(hidden=True, help="--log-level applies to all logs")] = None
 
     def notes(self) -> list[str]:
         """Return a line with the reason for each option that is given."""

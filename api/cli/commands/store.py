@@ -47,7 +47,7 @@ def gc(
     store: StoreOption = None,
     older_than: Annotated[
         str,
-        typer.Option(metavar="AGE", help="Keep unused weights that are younger: 90s, 30m, 12h, 7d."),
+        typer.Option(metavar="AGE", help="Keep unused weights that are younger than this, e.g. 90s, 12h, 7d."),
     ] = f"{UNREFERENCED_BLOB_AGE_S / 3600:g}h",
     as_json: JsonOption = False,
 ) -> None:
