@@ -21,7 +21,7 @@ _ONLY = {"is_causal": True}
 TEXT_PART = "text_config"
 """Key of config.json with the configuration of a multimodal model's language part."""
 _OF_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
-"""Settings of a multimodal model that are its language part's; those of the part count where these are missing."""
+"""Settings of a multimodal model that apply to its language part; if missing, the part's own ones apply."""
 _GGUF_ONLY = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
@@ -33,15 +33,15 @@ _GGUF_ONLY = {
     "residual_scale": [0.0, 1.0],
     "use_parallel_residual": False,
 }
-"""The same of GGUF metadata: values that change nothing, of keys that a family does not read."""
+"""The same for GGUF metadata: the only accepted values of keys that families do not read."""
 _GGUF_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-"""Control tokens that end an answer by their text, as in llama.cpp; GGUF files name one or two of them. <|endoftext|>
-is left to the files: not every model whose vocabulary has it ends answers there."""
+"""Texts of control tokens that end an answer, as in llama.cpp, because GGUF files name only one or two of them.
+<|endoftext|> is not included, because not every model that has it in its vocabulary ends answers with it."""
 _GGUF_CONTROL = 3
 
 
 def _gguf_ends(meta: Mapping[str, Any], tokens: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those that the file names, and control tokens that do by their text."""
+    """Return the tokens that end an answer: those that the file names, and control tokens with a text that does."""
     named = token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")])
     types = meta.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list) or not isinstance(types, list):
@@ -100,7 +100,7 @@ def _listed(kinds: list[Any], key: str, num_layers: int, label: str) -> tuple[bo
 def unrotated_layers(
     values: Mapping[str, Any], rules: Mapping[str, Any], num_layers: int, label: str
 ) -> tuple[bool, ...]:
-    """Return for each layer whether its heads are not rotated; empty if all are.
+    """Return for each layer whether its heads have no rotary embedding; empty if all have one.
 
     Args:
         values: of the checkpoint.
@@ -133,11 +133,11 @@ def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, A
 
     Args:
         values: of the checkpoint.
-        key: where the list is.
-        fields: of the spec.
+        key: key of the list.
+        fields: fields of the spec.
         label: name of the checkpoint's file in messages.
     Raises:
-        CorruptModel: no list of layers that have keys and values, none behind its reader.
+        CorruptModel: this is no list of layers that have keys and values, each no later than the layer that reads them.
     """
     sources = values.get(key)
     if sources is None:
@@ -152,7 +152,7 @@ def kv_source_layers(values: Mapping[str, Any], key: str, fields: Mapping[str, A
 
 
 def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an inner table of config.json; empty where it is missing or null."""
+    """Return an inner table of config.json; empty if it is missing or null."""
     inner = config.get(key) or {}
     if not isinstance(inner, dict):
         raise CorruptModel(f"config.json: {key} must be an object, not {inner!r:.60}")
@@ -160,10 +160,10 @@ def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _check_only(values: Mapping[str, Any], rules: Mapping[str, Any], label: str, prefix: str = "") -> None:
-    """Check settings that may have one value, or one of a few; a missing one and null say nothing.
+    """Check settings that have only one or a few accepted values. Missing and null settings are accepted.
 
     Raises:
-        UnsupportedModel: one has another; the message names it.
+        UnsupportedModel: a setting has another value; the message names it.
     """
     for rule, only in rules.items():
         key, allowed = prefix + rule, only if isinstance(only, list) else [only]
@@ -182,9 +182,9 @@ def _number(values: Mapping[str, Any], rule: Mapping[str, Any], label: str) -> i
 SPEC_DIR = Path(__file__).parent / "specs"
 NORMS = ("rms", "layer")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Spelling in a checkpoint -> the decoder's name, of MLPs with a gate."""
+"""Maps a checkpoint's name of an activation to the decoder's, for MLPs with a gate."""
 PLAIN_ACTIVATIONS = {"gelu": "gelu"}
-"""The same of MLPs without one."""
+"""The same for MLPs without a gate."""
 _FIELD_TYPES: dict[str, type] = {
     "num_layers": int,
     "hidden_size": int,
@@ -218,7 +218,7 @@ _FIELD_TYPES: dict[str, type] = {
     "final_softcap": float,
 }
 _MAX_LAYERS = 4096
-"""Limit that keeps a damaged count from creating a tuple of 2^31 entries."""
+"""Limit of counts, so that a damaged one cannot create a tuple of 2^31 entries."""
 _MAY_BE_NONE = ("sliding_window", "attn_softcap", "final_softcap")
 """Fields for which null has a meaning."""
 _MAY_BE_ZERO = ("head_dim", "vocab_size", "query_scalar", *_MAY_BE_NONE)
@@ -237,7 +237,7 @@ class Family:
 
     @property
     def text_parts(self) -> tuple[tuple[str, str], ...]:
-        """Return the multimodal architectures whose language part may be of this family, with its `model_type`."""
+        """Return the multimodal architectures whose language part may be of this family, with the part's type."""
         kinds = self.config.get("only", {}).get("model_type", ())
         return tuple((whole, kind) for whole in self.config.get("text_of", ()) for kind in kinds)
 
@@ -329,8 +329,8 @@ class Family:
         return f"{template.replace('{i}', str(layer))}.{kind}"
 
     def permuted_heads(self, name: str, spec: ModelSpec) -> int | None:
-        """Return the number of heads whose rows this family's GGUF files store as rotated pairs; None for Hugging
-        Face's order.
+        """Return the number of heads if this family's GGUF files store the tensor's rows as rotated pairs; None if they
+        are in Hugging Face's order.
         """
         _, inner = split_layer(name.rpartition(".")[0])
         field = self.gguf["permuted"].get(inner)
@@ -490,7 +490,7 @@ def builtin_families() -> Families:
 
 
 def detect(architecture: str, text_type: object = None) -> Family:
-    """Return the built-in family of an architecture; arguments and errors as of `Families.detect`."""
+    """Return the built-in family of an architecture; arguments and errors are those of `Families.detect`."""
     return builtin_families().detect(architecture, text_type)
 
 
@@ -506,7 +506,7 @@ def _family(tables: Mapping[str, dict[str, Any]], name: str) -> Family:
 
 
 def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
-    """Return a family's table completed from its ancestors: sections, and their `spec` and `tensors`, key by key."""
+    """Return a family's table, completed from its ancestors: sections, and in them `spec` and `tensors`, key by key."""
     if name not in tables or name in heirs:
         raise ConfigError(f"family {heirs[-1] if heirs else name} extends {name}, which is unknown or its own heir")
     table = tables[name]
@@ -523,7 +523,7 @@ def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, 
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Return the distinct ids of one id, a list of ids or nothing, in order."""
+    """Return a tuple of the distinct ids, in order; the value is one id, a list of ids, or None."""
     ids = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
 

@@ -29,21 +29,21 @@ class RopeSpec:
     original_max_position: int = 8192
     # Divisor of each frequency: LongRoPE, and llama3's scaling as a GGUF file's tensor `rope_freqs.weight` holds it.
     factors: tuple[float, ...] = ()
-    # Cosines and sines are multiplied by it.
+    # Factor of cosines and sines.
     attention_factor: float = 1.0
-    # These three are read by yarn.
+    # The next three are read by yarn.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    # Numbers of a head that are rotated, the first ones; 0 for all.
+    # How many numbers of a head are rotated, from the first on; 0 for all.
     dims: int = 0
-    # Most positions for which these settings are those that the model was made with; None for no limit.
+    # Number of positions for which these settings are valid; None for no limit.
     max_position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """Describe a linear of a layer with adapter deltas: slices with a common input, computed as one product."""
+    """Describe a linear site of a layer: modules with the same input, computed as slices of one product."""
 
     name: str
     in_features: int
@@ -60,16 +60,17 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Name the modules of a checkpoint where they are not Llama's. Names outside this class have Llama's prefix and
-    these modules inside a layer.
+    """Name the modules of a checkpoint if they differ from Llama's.
+
+    Canonical names, used outside this class, have Llama's prefix, and inside a layer the modules named here.
     """
 
     layers: str = "model.layers."
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
-    # Before attention and before the MLP, inside a layer.
+    # The norms before attention and before the MLP, inside a layer.
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    # Of the four sites, inside a layer; empty for Llama's.
+    # The modules of the four sites, inside a layer; empty for Llama's.
     sites: tuple[tuple[str, ...], ...] = ()
     # One of `TEXT_PARTS` for the language part of a multimodal model.
     text_part: tuple[str, str] | None = None
@@ -85,14 +86,14 @@ class ModuleNames:
         return {"model.embed_tokens": self.embedding, "model.norm": self.final_norm}.get(module, module) + dot + kind
 
     def are_for(self, own: str) -> bool:
-        """Return whether a tensor of the checkpoint is of the part that is served."""
+        """Return whether a tensor of the checkpoint belongs to the part that is served."""
         if self.text_part is None:
             return True
         model, head = self.text_part
         return own.startswith((model, f"{head}lm_head."))
 
     def spellings(self, module: str) -> tuple[str, ...]:
-        """Return what versions of transformers call a module of the checkpoint."""
+        """Return the names of a module of the checkpoint in all versions of transformers."""
         if self.text_part is None:
             return (module,)
         place = 0 if module.startswith(self.text_part[0]) else 1
@@ -103,15 +104,18 @@ _MODEL = "model."
 LLAMA_LAYERS = "model.layers."
 """Prefix of layers in canonical names."""
 TEXT_PARTS = (("language_model.model.", "language_model."), ("model.language_model.", ""))
-"""What multimodal checkpoints call `model.` of their language part, and what stands before `lm_head`: as most are
-published, and as transformers calls its modules since version 4.52.
+"""Prefixes in multimodal checkpoints: the one for `model.` of the language part, and the one before `lm_head`.
+
+First those of most published checkpoints, then those of transformers since version 4.52.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Describe a decoder-only transformer: norms before attention and MLP or behind them, grouped heads, rotary
-    attention or ALiBi, an MLP with a gate or without.
+    """Describe a decoder-only transformer.
+
+    Norms come before or after attention and MLP; key heads are grouped; positions are rotary or ALiBi; the MLP may have
+    a gate.
     """
 
     family: str
@@ -137,13 +141,13 @@ class ModelSpec:
     mlp_bias: bool = False
     tied_head: bool = False
     sliding_window: int | None = None
-    # Whether each layer has the window; empty where all have it.
+    # For each layer, whether it has the window; empty if all have it.
     windowed_layers: tuple[bool, ...] = ()
-    # The layer whose keys and values each layer reads, itself or an earlier one; empty where all read their own.
+    # For each layer, the layer whose keys and values it reads: itself or an earlier one; empty if all read their own.
     kv_source_layers: tuple[int, ...] = ()
-    # Rotary embedding of layers with a window, where it is not `rope`.
+    # Rotary embedding of layers with a window, if it differs from `rope`.
     rope_local: RopeSpec | None = None
-    # Whether each layer's heads are not rotated (NoPE); empty where all are.
+    # For each layer, whether its heads have no rotary embedding (NoPE); empty if all have one.
     unrotated_layers: tuple[bool, ...] = ()
     # q and k have their own norms: of each head, or of all heads together.
     qk_norm: bool = False
@@ -152,21 +156,21 @@ class ModelSpec:
     pre_norms: bool = True
     # The outputs of attention and MLP are normed before they are added.
     post_norms: bool = False
-    # The checkpoint holds norm weights less 1.
+    # The checkpoint holds norm weights minus 1.
     norms_less_one: bool = False
-    # The modules of transformers add 1 to norm weights: adapters hold them less 1, whatever the checkpoint holds.
+    # The modules of transformers add 1 to norm weights, so adapters hold them minus 1, regardless of the checkpoint.
     norms_add_one: bool = False
-    # Embedded tokens are multiplied by it.
+    # Factor of embedded tokens.
     embedding_scale: float = 1.0
-    # The outputs of attention and MLP are multiplied by it before they are added.
+    # Factor of the outputs of attention and MLP, before they are added.
     residual_scale: float = 1.0
-    # Logits are divided by it.
+    # Divisor of logits.
     logit_divisor: float = 1.0
-    # q, k and v are one module of the checkpoint, which adapters name; gate and up another.
+    # q, k and v are one module of the checkpoint and of adapters; gate and up are another one.
     fused: bool = False
-    # Scores are divided by its square root; 0 for head_dim.
+    # Scores are divided by the square root of this; 0 for head_dim.
     query_scalar: float = 0.0
-    # Bound of the scores, then of the logits, by tanh; None for no bound.
+    # Softcaps (bounds by tanh) of the scores and of the logits; None for no bound.
     attn_softcap: float | None = None
     final_softcap: float | None = None
     names: ModuleNames = ModuleNames()
@@ -190,31 +194,34 @@ class ModelSpec:
 
     @property
     def has_table_head(self) -> bool:
-        """Return whether the head's weights are those of the embedding, which another rank may have."""
+        """Return whether the head is tied to the embedding, even if another rank has the embedding."""
         return self.tied_head
 
     @property
     def first_layer(self) -> int:
-        """Return which layer of the model this one's layer 0 is."""
+        """Return the index in the whole model of this part's layer 0."""
         return 0
 
     def own_outputs(self, site: int, module: int) -> "slice | npt.NDArray[np.int64]":
-        """Return which outputs of a module are here, as an index; `site` and `module` are those of `sites`."""
+        """Return which outputs of a module this rank has, as an index; `site` and `module` index `sites()`."""
         del site, module
         return slice(None)
 
     def own_inputs(self, site: int) -> slice:
-        """Return which inputs of a site are here."""
+        """Return which inputs of a site this rank has."""
         del site
         return slice(None)
 
     def adds_biases(self, site: int) -> bool:
-        """Return whether biases of a site's outputs are added here, and not where another part of its sums is."""
+        """Return whether this rank adds the biases of a site's outputs; of ranks that share a sum, only one does."""
         del site
         return True
 
     def alibi_slopes(self) -> tuple[float, ...]:
-        """Return what each head's scores lose for a token of distance, as MPT has it; empty without ALiBi."""
+        """Return each head's ALiBi slope, which is subtracted from scores per token of distance, as in MPT.
+
+        Empty without ALiBi.
+        """
         if not self.alibi_max:
             return ()
         count = 1 << (self.num_heads - 1).bit_length()
@@ -222,12 +229,12 @@ class ModelSpec:
         return tuple(slopes if count == self.num_heads else (slopes[1::2] + slopes[::2])[: self.num_heads])
 
     def has_own_kv(self, layer: int) -> bool:
-        """Return whether a layer computes keys and values; others read those of their source."""
+        """Return whether a layer computes its own keys and values; other layers read those of their source."""
         return not self.kv_source_layers or self.kv_source_layers[layer] == layer
 
     @property
     def kv_slabs(self) -> tuple[int, ...]:
-        """Return for each layer the pool's slab in which its keys and values lie; only sources have one."""
+        """Return for each layer the pool's slab with its keys and values; only layers with their own have a slab."""
         sources = self.kv_source_layers or range(self.num_layers)
         slabs = {source: slab for slab, source in enumerate(sorted(set(sources)))}
         return tuple(slabs[source] for source in sources)
@@ -256,8 +263,8 @@ class ModelSpec:
     def places(self) -> dict[str, int]:
         """Return the outputs of a layer that an adapter may scale and shift, with their widths.
 
-        First those of the sites, in the order of `sites()`; then those of the norms. `qk_norm` is all heads of q, k and
-        v behind their norms, `q_norm` the same where there is q alone; only the last layer has `final_norm`.
+        The sites' outputs come first, in the order of `sites()`, then the norms' outputs. `qk_norm` is all heads of q,
+        k and v after their norms, or `q_norm` in layers that have only q. Only the last layer has `final_norm`.
         """
         names = ("qkv", "o", "gate_up", "down", "q")
         widths = {name: sum(site.out_features) for name, site in zip(names, self.sites(), strict=False)}
@@ -272,19 +279,19 @@ class ModelSpec:
 
     @property
     def why_no_kv_policy(self) -> str | None:
-        """Return why a request cannot choose which keys its tokens see; None if it can."""
+        """Return why requests to this model cannot have a KV policy; None if they can."""
         if self.sliding_window is not None:
             return "layers of this model have windows of their own"
         return "this model knows distances from the keys that it sees (ALiBi)" if self.alibi_slopes() else None
 
     def window(self, layer: int) -> int | None:
-        """Return the sliding window of a layer in tokens, or None where attention is full."""
+        """Return the sliding window of a layer in tokens; None if attention is full."""
         if self.sliding_window is None or (self.windowed_layers and not self.windowed_layers[layer]):
             return None
         return self.sliding_window
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """Return the rotary embedding of a layer; None where heads are not rotated."""
+        """Return the rotary embedding of a layer; None if it has none."""
         if self.alibi_max or (self.unrotated_layers and self.unrotated_layers[layer]):
             return None
         return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
@@ -312,7 +319,7 @@ class ModelSpec:
         return tuple(sites)
 
     def site_indices(self, layer: int) -> tuple[int, int, int, int]:
-        """Return where the sites of a layer are in `sites()`, in the order of the forward pass."""
+        """Return the indices in `sites()` of a layer's four sites, in the order of the forward pass."""
         return 0 if self.has_own_kv(layer) else 4, 1, 2, 3
 
     def sites_of(self, layer: int) -> tuple[SiteShape, ...]:
@@ -333,7 +340,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Count the operations of all layers, without regard to sliding windows."""
+    """Count the operations of all layers, ignoring sliding windows."""
 
     # Linears of all layers, per token.
     token: int
@@ -372,4 +379,4 @@ SHAPES = {
         bos_token_id=128000,
     )
 }
-"""Built-in shapes, by the name that `--model` takes."""
+"""Built-in shapes, by their name for `--model`."""

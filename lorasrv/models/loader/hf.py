@@ -1,6 +1,6 @@
 """Read a Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index.
 
-Quantized linears are read by the room `packed`.
+Quantized linears are read by the package `packed`.
 """
 
 import json
@@ -65,17 +65,17 @@ class HfCheckpoint:
             raise
 
     def _names(self) -> ModuleNames:
-        """Return the names of the spec, of a language part those that the file has."""
+        """Return the spec's module names; for the language part of a multimodal model, those used in the file."""
         names = self.spec.names
         parts = TEXT_PARTS if names.text_part else ()
         known = (replace(names, text_part=part) for part in parts)
         return next((each for each in known if each.in_file("model.norm.weight") in self._readers), names)
 
     def _check_head(self) -> None:
-        """Check that a head which the configuration ties to the embedding is not another one in the file.
+        """Check that the file has no separate head if the configuration ties the head to the embedding.
 
         Raises:
-            UnsupportedModel: it is, as a merged adapter with a head of its own leaves it.
+            UnsupportedModel: the file has a different head, for example after merging an adapter with its own head.
         """
         names = [self.spec.names.in_file(f"{module}.weight") for module in ("lm_head", "model.embed_tokens")]
         if not self.spec.tied_head or not all(name in self._readers for name in names):
@@ -131,8 +131,9 @@ class HfCheckpoint:
         _check_index(index, holders)
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor as the index of sharded weights has it; empty without an index, and beside
-        weights in one file, which transformers takes then: an index is what an earlier save has left.
+        """Return the file of each tensor, as the index of sharded weights has it; empty without an index.
+
+        Also empty if all weights are in one file, which transformers then reads; an index is from an older save.
         """
         if (self._path / _WEIGHTS).is_file() or not (self._path / _INDEX).is_file():
             return {}
@@ -156,17 +157,17 @@ class HfCheckpoint:
         return shards
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return the shapes of the tensors that the model has as floats, and of the weights of quantized modules."""
+        """Yield the shapes of the float tensors that the model needs, and of the weights of quantized modules."""
         packed = {} if self._packed is None else {f"{m}.weight": self._packed.shape(m) for m in self._packed.bits}
         for own, name in self._canonical.items():
-            # There may be others that nothing reads, and a quantized module has some of integers.
+            # Skip other tensors: some are never read, and quantized modules also have tensors of integers.
             if own in packed:
                 yield name, packed[own]
             elif own in self._readers:
                 yield name, self._shape(own)
 
     def _packing(self, method: str) -> StoredPacking | None:
-        """Describe the quantization; None if it left all linears as floats."""
+        """Describe the quantization; None if all linears are floats."""
         bits = {} if self._packed is None else self._packed.bits
         shapes = tensor_shapes(self.spec)
         names = {module: self._canonical.get(f"{module}.weight") for module in bits}
@@ -179,7 +180,7 @@ class HfCheckpoint:
         return StoredPacking(method, tuple(sorted({bits[module] for module in sizes})), mean, rounding)
 
     def _check_biases(self) -> None:
-        """Check that quantized modules have no bias that the family does not know; some exports have zeros."""
+        """Check that quantized modules have no bias that the family lacks, except zeros, which some exports have."""
         for module in () if self._packed is None else self._packed.bits:
             name, known = f"{module}.bias", self._canonical
             is_unknown = f"{module}.weight" in known and name in self._readers and name not in known
@@ -243,7 +244,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 _STANDARD_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""The names of special tokens that transformers adds first, in this order, where the vocabulary lacks them."""
+"""Names of special tokens. Transformers adds those missing from the vocabulary first, in this order."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _AS_IN_TOKENIZER_JSON = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of tokenizers that transformers builds from tokenizer.json alone; others read add_prefix_space, too."""
@@ -259,7 +260,7 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
     if not vocabulary.is_file():
         raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
     config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
-    # As in transformers, the older file counts only without added_tokens_decoder, and then more.
+    # As in transformers: the older file is read only without added_tokens_decoder, and then takes precedence.
     older = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json", missing_ok=True)
     if config.get("split_special_tokens"):
         raise UnsupportedModel("tokenizer_config.json: split_special_tokens is not supported, only false")
@@ -287,16 +288,16 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
 
 
 def _adds_prefix_space(config: dict[str, Any]) -> bool | None:
-    """Return the setting; None where transformers does not read it."""
+    """Return the setting; None if transformers does not read it."""
     value = config.get("add_prefix_space")
     return None if config.get("tokenizer_class") in _AS_IN_TOKENIZER_JSON or value is None else bool(value)
 
 
 def _declared_tokens(folder: Path, config: dict[str, Any], special: frozenset[str]) -> Iterator[AddedToken]:
-    """Yield the added tokens of tokenizer_config.json; without any, those of added_tokens.json, as transformers does.
+    """Yield the added tokens of tokenizer_config.json; without any, those of added_tokens.json, as in transformers.
 
     Raises:
-        CorruptModel: one of them is none.
+        CorruptModel: an entry is not a token.
     """
     declared = config.get("added_tokens_decoder")
     if declared is None:
@@ -314,8 +315,10 @@ def _declared_tokens(folder: Path, config: dict[str, Any], special: frozenset[st
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return name -> (template, its file): of files of their own, else of tokenizer_config.json, where one may be a
-    list of named ones. As in transformers, "default" is for conversations, and "tool_use" for those with tools.
+    """Return the chat templates and their files: name -> (template, file).
+
+    They are in separate files, or else in tokenizer_config.json, as a text or a list of named templates. As in
+    transformers, "default" is for conversations, and "tool_use" for those with tools.
     """
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").is_file():
@@ -330,7 +333,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, tuple[str
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the special tokens by name: of keys such as eos_token, and of a table extra_special_tokens."""
+    """Return the special tokens by name, from keys such as eos_token and from the table extra_special_tokens."""
     extra = config.get("extra_special_tokens")
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
@@ -338,7 +341,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extra_special(config: dict[str, Any]) -> list[Any]:
-    """Return special tokens without a name; additional_special_tokens is an older key of them."""
+    """Return the special tokens without a name, also from the older key additional_special_tokens."""
     listed = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     return [value for value in listed if _is_token(value)] if isinstance(listed, list) else []
 
@@ -348,13 +351,13 @@ def _is_token(value: Any) -> bool:
 
 
 def _token_text(value: Any) -> str:
-    """Return the text of a token: the value, or `content` of a table."""
+    """Return the text of a token: the value itself, or `content` if the value is a table."""
     text: str = value["content"] if isinstance(value, dict) else value
     return text
 
 
 def _flags(value: Any) -> dict[str, bool]:
-    """Return the flags of a token that is a table."""
+    """Return the flags of a token; only tokens that are tables have any."""
     return {name: bool(value[name]) for name in _FLAGS if name in value} if isinstance(value, dict) else {}
 
 
@@ -381,5 +384,5 @@ def _read_text(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error in words, without the path that an OSError contains."""
+    """Return the error's text, without the path that an OSError contains."""
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

@@ -139,14 +139,14 @@ class CompressedModules:
         return self._unpacked(f"{module}.weight_packed", outputs, inputs, self.bits[module])
 
     def _unpacked(self, name: str, rows: int, fields: int, bits: int) -> Tensor:
-        """Return fields [rows, fields] of words along the second dimension, packed in either way."""
+        """Return fields [rows, fields], unpacked along the second dimension from densely or loosely packed words."""
         dense, padded = math.ceil(fields * bits / 32), math.ceil(fields / (32 // bits))
         _, width = self._tensors.shape(name, 2)
         words = self._tensors.read(name, _WORDS, (rows, dense if width == dense else padded))
         return _fields_of(words, fields, bits, is_dense=width == dense)
 
     def _zeros(self, module: str, outputs: int, groups: int, bits: int) -> Tensor | None:
-        """Return zeros plus 2^(b-1), [O, G]; None if all are in the middle."""
+        """Return zero points plus 2^(b-1), [O, G]; None if all zero points are 0."""
         name = f"{module}.weight_zero_point"
         if name not in self._tensors:
             return None
@@ -163,7 +163,7 @@ class CompressedModules:
         if name not in self._tensors:
             return None
         groups_of = self._tensors.read(name, ("I32", "I64"), (inputs,))
-        # A file that was made without an order of activations has -1.
+        # Files written without activation order have -1.
         return None if bool((groups_of == -1).all()) else sorted_inputs(name, groups_of, groups)
 
 

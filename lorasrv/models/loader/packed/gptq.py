@@ -3,12 +3,12 @@
 Tensors of a module, O outputs, H inputs, G groups, b bits, words of w bits (int32 unless `pack_dtype` differs):
 
     qweight  [H b / w, O]  fields along the inputs, the lowest bits first
-    qzeros   [G, O b / w]  fields along the outputs; less 1 in format gptq, as they are in gptq_v2
+    qzeros   [G, O b / w]  fields along the outputs; zeros minus 1 in format gptq, the zeros themselves in gptq_v2
     scales   [G, O]        floats
     g_idx    [H]           the group of each input; rows of qweight are in the inputs' own order
 
-A weight is (q - zero) * scale. GPTQModel subtracts the 1 from whole words, with borrow, which adding it to whole words
-undoes. AutoGPTQ ORs the fields, so that a zero of 0 sets all bits from its field on: such zeros are lost.
+A weight is (q - zero) * scale. GPTQModel subtracts the 1 from whole words, with borrow; adding it to whole words undoes
+this. AutoGPTQ ORs the fields, so that a zero of 0 sets all bits from its field on, and the zeros after it are lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,8 @@ BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55, 4: 0x11, 8: 0x01}
 """A byte with 1 in every field."""
 _THREES = (0x24924924, 0x92492492 - (1 << 32), 0x49249249)
-"""What GPTQModel subtracts from words of 3-bit zeros, in turn; not a 1 of every field, but it adds the same."""
+"""What GPTQModel subtracts from consecutive words of 3-bit zeros when it saves them, and adds when it loads them. It is
+not a 1 in every field."""
 
 
 class GptqModules:
@@ -75,7 +76,7 @@ class GptqModules:
         return group_codes(fields, exact_scales(f"{module}.scales", scales).T, zeros.T, bits, order)
 
     def _dynamic(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Return the patterns of module names that have settings of their own; the first that matches decides."""
+        """Yield the patterns of module names with their own settings; the first pattern that matches applies."""
         for text, rule in self._settings.table("dynamic").items():
             # Modules of "-:" are floats in the file.
             if not text.startswith("-:"):
@@ -109,14 +110,15 @@ class GptqModules:
             return None
         groups_of = self._tensors.read(name, ("I32", "I64"), (inputs,))
         if not groups_of.any():
-            # What is not in groups has zeros, and old exports have them everywhere.
+            # Modules without groups have only zeros here, and old exports have only zeros everywhere.
             return None
         return sorted_inputs(name, groups_of, groups)
 
     def _zeros(self, module: str, words: Tensor) -> Tensor:
         """Return the zeros [G, O].
 
-        A file of symmetric ranges must have them in the middle: some files name the other format than they have.
+        If the ranges are symmetric, all zeros must be in the middle. This decides how to read them, because some files
+        name the wrong format.
         """
         bits = self.bits[module]
         readings = self._readings(words, bits)
@@ -132,7 +134,7 @@ class GptqModules:
         raise UnsupportedModel(f"{module}: {self._settings.file} says sym, but its zeros are not all {1 << bits - 1}")
 
     def _readings(self, words: Tensor, bits: int) -> list[Callable[[], Tensor]]:
-        """Return the ways to read zeros, first that which the configuration names."""
+        """Return the ways to read zeros, beginning with the one that the configuration names."""
 
         def as_stored() -> Tensor:
             return unpack_fields(words, bits)
@@ -157,8 +159,10 @@ class GptqModules:
 
 
 def _has_lost_fields(words: Tensor, bits: int) -> bool:
-    """Return whether a word ends with two fields of ones: what AutoGPTQ leaves behind a zero of 0. Of 3 bits, which may
-    lie in two words, any field of ones is: no other zero less 1 is so large.
+    """Return whether a zero of 0 may have overwritten the zeros after it, as AutoGPTQ does.
+
+    Then a word ends with two fields of all ones. Fields of 3 bits may span two words, so for them any field of all ones
+    counts; no other zero minus 1 is that large.
     """
     if bits == 3:
         return bool((unpack_fields(words, bits) == 7).any())

@@ -15,11 +15,11 @@ FLOATS = ("F16", "BF16", "F32")
 
 
 class StoredTensors:
-    """Find and read tensors by name; of a multimodal checkpoint those of the language part.
+    """Find and read tensors by name; in a multimodal checkpoint, only those of the language part.
 
     Args:
         readers: the open safetensors file of each tensor.
-        names: of the checkpoint.
+        names: module names of the checkpoint.
     """
 
     def __init__(self, readers: Mapping[str, Any], names: ModuleNames) -> None:
@@ -46,8 +46,9 @@ class StoredTensors:
         return [name.removesuffix(f".{kind}") for name in self._readers if name.endswith(f".{kind}")]
 
     def matches(self, pattern: re.Pattern[str], module: str) -> bool:
-        """Return whether a module is meant by a pattern of the configuration, which may be for another version of
-        transformers than the names of the file.
+        """Return whether a pattern of the configuration matches a module.
+
+        The pattern may use the module names of another version of transformers than the file.
         """
         return any(map(pattern.match, self._names.spellings(module)))
 
