@@ -1,5 +1,6 @@
-"""Check the arguments of ops; every check raises KernelArgumentError. Checks that need the backend are methods of the
-ops, such as `backend_ops.BackendOps`.
+"""Check the arguments of ops. Every check raises KernelArgumentError.
+
+Checks that need the backend are methods of the ops, such as `backend_ops.BackendOps`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ def check_gated(gate_up: Tensor) -> None:
 
 
 def check_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int) -> None:
-    """Check that rows are a whole number of heads of the widths that norm weights have."""
+    """Check that rows consist of whole heads, which are as wide as the norm weights."""
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.dim() != 1 or weight.dtype != torch.float32 or not weight.is_contiguous() or not len(weight):
             raise KernelArgumentError(f"{name} must be contiguous float32 of one dimension")
@@ -81,7 +82,7 @@ def check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dty
 
 
 def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
-    """Check that pages are those that the plan was made for."""
+    """Check that the pages fit the plan: they have its page size, and are at least as many as it needs."""
     if plan.page_size != kv.page_size:
         raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
     if plan.num_pages > kv.num_pages:
@@ -98,7 +99,7 @@ def check_masses(masses: PageMasses | None, kv: KvPages, plan: AttentionPlan, sc
     shape = kv.num_heads, int(masses.counts.sum()), plan.page_tables.shape[1]
     fits = masses.sums.dtype == torch.float32 and masses.sums.shape == shape and masses.sums.is_contiguous()
     require(fits, f"masses.sums must be contiguous fp32 {list(shape)}")
-    # CPU kernels know weights up to the next multiple of 32 keys.
+    # CPU kernels compute attention weights in blocks of 32 keys.
     require(32 % plan.page_size == 0, f"masses need pages of a divisor of 32 tokens, not {plan.page_size}")
 
 
@@ -114,7 +115,7 @@ def check_sequences(
     require(not wrong, f"query_lens must be positive and at most kv_lens: {wrong[:4]}")
     longest = max(kv_lens, default=0)
     require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
-    # A negative id is a very large one.
+    # As unsigned numbers, negative ids are very large.
     outside = page_tables.view(np.uint32) >= num_pages
     if outside.any():
         used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
@@ -122,7 +123,7 @@ def check_sequences(
 
 
 def check_trees(parents: Sequence[Parents], kv_lens: Sequence[int]) -> None:
-    """Check draft trees: one a sequence, not too many slots, parents before their children."""
+    """Check draft trees: one per sequence, not too many slots, parents before their children."""
     require(len(parents) == len(kv_lens), "parents must have one entry a sequence")
     for one, length in zip(parents, kv_lens, strict=True):
         require(len(one) <= min(MAX_SLOTS, length), f"a tree of {len(one)} slots: at most {MAX_SLOTS}, and kv_lens")
@@ -131,7 +132,7 @@ def check_trees(parents: Sequence[Parents], kv_lens: Sequence[int]) -> None:
 
 
 def check_moves(layers: Sequence[KvPages], moves: Int32) -> None:
-    """Check that moves are inside the pages of one pool, and that none overwrites what a later one reads."""
+    """Check that moves are inside the pages of one pool, and that no move overwrites what a later one reads."""
     layer_bytes(layers)
     require(moves.dtype == np.int32 and moves.ndim == 2 and moves.shape[1] == 4, "moves must be int32 [N, 4]")
     limits = np.tile((layers[0].num_pages, layers[0].page_size), 2)
@@ -155,7 +156,7 @@ def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, dim: int, kv_heads: int
 
 
 def check_added(x: Tensor, delta: Tensor | None) -> None:
-    """Check rows [T, H] of a residual stream, and what is added to them."""
+    """Check rows [T, H] of a residual stream, and the delta that is added to them."""
     require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
     if delta is not None:
         fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
@@ -163,14 +164,14 @@ def check_added(x: Tensor, delta: Tensor | None) -> None:
 
 
 def check_normed(x: Tensor, delta: Tensor | None, weight: Tensor) -> None:
-    """Check rows as `check_added`, and the weight of their norm."""
+    """Check rows and delta like `check_added`, and the weight of the norm."""
     check_added(x, delta)
     fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
     require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
 
 
 def check_queries(q: Tensor, kv: KvPages, scoring: Scoring) -> None:
-    """Check queries [T, heads, D] against the pages, one slope a head, and that window and softcap are positive."""
+    """Check queries [T, heads, D] against the pages, one slope per head, and that window and softcap are positive."""
     require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
     require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
     require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")

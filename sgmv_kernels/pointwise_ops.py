@@ -1,4 +1,4 @@
-"""Public ops between the linears: norms, gates, caps; see `sgmv_kernels.ops`.
+"""Define the public ops between the linears: norms, gates, softcaps; see `sgmv_kernels.ops`.
 
 Shapes: T token rows, H hidden, F intermediate.
 """
@@ -11,13 +11,13 @@ from sgmv_kernels.checks import check_added, check_gated, check_heads, check_nor
 
 
 class PointwiseOps(BackendOps):
-    """Compute what lies between the linears, row by row.
+    """Compute the row-wise ops between the linears.
 
     Args: as `BackendOps`.
     """
 
     def add_(self, x: Tensor, delta: Tensor) -> None:
-        """Add to the residual stream in place, where no norm follows (OLMo 2).
+        """Add to the residual stream in place, without a norm after it (OLMo 2).
 
         Semantics: x += delta
 
@@ -50,7 +50,7 @@ class PointwiseOps(BackendOps):
         return self._backend.add_rms_norm_(x, delta, weight, eps)
 
     def add_layer_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual stream in place, and norm the sum less its mean.
+        """Add to the residual stream in place, and norm the sum minus its mean.
 
         Semantics: x += delta; c / sqrt(mean(c^2) + eps) * weight, c = x - mean(x)
 
@@ -106,8 +106,9 @@ class PointwiseOps(BackendOps):
         return self._backend.gelu(x)
 
     def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
-        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation; or all heads of each together,
-        as OLMo 2, which are one head here.
+        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation.
+
+        For OLMo 2, which norms all heads of q or k together, they count as one head here.
 
         Semantics: x / sqrt(mean(x^2) + eps) * weight over the numbers of a head, the weight q's or k's; v is unchanged
 

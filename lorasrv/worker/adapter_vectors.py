@@ -1,10 +1,10 @@
-"""What an adapter changes beside its deltas: a gain and a shift of an output, from DoRA, biases and norms of its own.
+"""Compute the gains and shifts of outputs that an adapter has besides its deltas, from DoRA, own biases and own norms.
 
 DoRA scales each output of a linear: y = g * (W x + s B A x) + b, where g = m / |W + s B A|, row by row, and m is the
-magnitude that was trained. W are the weights that are served: with quantized ones the result is PEFT's over those,
-which is what PEFT computes over a quantized base, too. Computed when an adapter is read from disk.
+trained magnitude. W are the served weights; if they are quantized, the result is the same as PEFT's over a base with
+these quantized weights. The vectors are computed when an adapter is read from disk.
 
-A norm's own weight w' is served as the gain w' / w of the base's norm.
+An adapter's own norm weight w' is served as a gain w' / w on the output of the base's norm with weight w.
 
 Source: DoRA (Liu et al. 2024).
 """
@@ -24,7 +24,7 @@ from lorasrv.models.spec import SiteShape
 from lorasrv.worker.weights import ONE_AT_A_TIME, ModelWeights
 
 Vectors = tuple[Tensor, Tensor]
-"""Gain and shift [width] of an output, fp32."""
+"""(gain, shift) of an output, each [width] fp32."""
 
 
 @torch.inference_mode()
@@ -32,7 +32,7 @@ def output_vectors(base: ModelWeights, adapter: AdapterWeights, layer: int) -> I
     """Yield the places of a layer that the adapter changes (`ModelSpec.places`), each with its gain and shift.
 
     Raises:
-        AdapterInvalid: a norm cannot be expressed by a gain.
+        AdapterInvalid: a norm cannot be expressed as a gain, because a weight of the base's norm is 0 or almost.
     """
     spec = base.spec
     places, at = list(spec.places()), spec.first_layer + layer
@@ -86,7 +86,7 @@ def _of_site(base: ModelWeights, adapter: AdapterWeights, layer: int, index: int
 
 
 def _magnitude_gain(weight: Tensor, lora: LoraTensors, adapter: AdapterWeights) -> Tensor:
-    """Return the gain of each output, over the matrices as they are served: weight [out, in] fp32 -> [out]."""
+    """Return the gain of each output, computed from the matrices as served: weight [out, in] fp32 -> [out]."""
     assert lora.magnitude is not None
     assert isinstance(lora.scaling, float | int), "sums have no magnitudes"
     if adapter.spec.stored == INT8:

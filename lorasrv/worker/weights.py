@@ -1,4 +1,4 @@
-"""Weights: build a model by reading tensors one at a time, packing them into the runtime format and freeing them."""
+"""Build a model's weights: read tensors one at a time, pack them into the runtime format, and free them."""
 
 import hashlib
 import threading
@@ -19,26 +19,26 @@ from lorasrv.models.spec import ModelSpec, SiteShape
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, stack_codes
 
 Progress = Callable[[str, float], None]
-"""Called with the current activity and the progress of the whole, from 0 to 1."""
+"""Called with the current activity and the overall progress from 0 to 1."""
 ONE_AT_A_TIME = threading.Lock()
-"""Held by loads of adapters while they dequantize weights of the base: several would take as many times the memory."""
+"""Held while loading an adapter dequantizes base weights, so that only one load at a time needs memory for them."""
 _SAMPLE = 64
 _PRINTED_ROWS = 1024
 _LOADING = "loading the model"
 _SAME = 1e-6
-"""Relative change that the order of fp32 operations makes."""
+"""Relative difference that a different order of fp32 operations can make."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer. q/k/v and gate/up are stacked along their outputs, biases too; a layer without keys and
-    values of its own has q alone.
+    """Hold the weights of one layer.
 
-    Norms are fp32 [H], those of q and k [D], or as wide as all of their heads; None where the family has none. Where a
-    checkpoint holds norm weights less 1, the 1 has been added. `biases` are fp32 copies of those of the linears, None
-    where there is none.
+    q/k/v and gate/up are stacked along their outputs, as are their biases. A layer without its own keys and values has
+    only q. Norms are fp32 [H]; those of q and k are [D], or as wide as all their heads. Norms that the family lacks are
+    None. If the checkpoint holds norm weights minus 1, the 1 has been added. `biases` are fp32 copies of the linears'
+    biases, None for a linear without one.
     """
 
     qkv: Linear
@@ -67,7 +67,7 @@ _ELSEWHERE = "another rank has these weights"
 
 
 class AbsentEmbedding:
-    """Stand for the embedding where another rank has it; see `Embedding`."""
+    """Stand in for the embedding if another rank has it; see `Embedding`."""
 
     nbytes = 0
     can_be_recorded = False
@@ -80,7 +80,7 @@ class AbsentEmbedding:
 
 
 class AbsentHead:
-    """Stand for the head where another rank has it; see `Linear`."""
+    """Stand in for the head if another rank has it; see `Linear`."""
 
     in_features = out_features = nbytes = 0
     can_be_recorded = True
@@ -93,7 +93,7 @@ class AbsentHead:
 
 
 class TableHead:
-    """Multiply by a table of its own, of a model whose head is its embedding; see `Linear`."""
+    """Compute the head with its own copy of the embedding, in models whose head is tied to it; see `Linear`."""
 
     def __init__(self, fmt: QuantFormat, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> None:
         table = fmt.embedding(weight, dtype)
@@ -110,20 +110,20 @@ class TableHead:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Hold a model in its runtime format, or the part of one that a rank of a partition computes."""
+    """Hold a model in its runtime format, or the part of it that one rank computes."""
 
     spec: ModelSpec
-    # `AbsentEmbedding` where another rank has it; `AbsentHead` likewise.
+    # `AbsentEmbedding` if another rank has the embedding; likewise, `head` may be `AbsentHead`.
     embed: Embedding
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Linear
     # SHA-256 over names, shapes and a sample of every tensor.
     fingerprint: str
-    # Linears of layers that the file has as codes: kept, and made from dequantized weights.
+    # Numbers of linears in layers that the file has as codes: kept as they are, and quantized again.
     kept_codes: int = 0
     remade_codes: int = 0
-    # Of the embedding and of the head, by module, where the file holds floats that are rounded (`row_prints`).
+    # `row_prints` of the embedding and the head, by module, if the file holds floats and they are served rounded.
     row_prints: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -140,7 +140,7 @@ class ModelWeights:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the mean bits of a weight of the layers' linears, scales included."""
+        """Return the mean bits per weight of the layers' linears, including scales."""
         stored = sum(linear.nbytes for layer in self.layers for linear in layer.linears())
         return 8 * stored / self.spec.linear_weights
 
@@ -151,7 +151,7 @@ class ModelWeights:
         return all(linear.can_be_recorded for linear in (*linears, self.head))
 
     def dequantized(self, name: str) -> Tensor:
-        """Return one weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses.
+        """Return one weight (not a bias) by its canonical name, fp32: the exact values that are computed with.
 
         Raises:
             KeyError: the model has no such weight.
@@ -190,10 +190,10 @@ def _slice(spec: ModelSpec, layer: int, weights: LayerWeights, module: str) -> T
 
 @torch.inference_mode()
 def served_error(checkpoint: Checkpoint, weights: ModelWeights) -> float:
-    """Return what serving changes in the weights of the layers' linears, from the first, a middle and the last layer.
+    """Return how much serving changes the weights of linears, sampled from the first, a middle and the last layer.
 
     Returns:
-        Root mean square of the change over that of the weights; 0.0 where all codes of the file are kept as they are.
+        Root mean square of the change divided by that of the weights; 0.0 if all codes of the file are kept unchanged.
     Raises:
         CorruptModel: a tensor cannot be read.
     """
@@ -226,15 +226,15 @@ def load_weights(
 ) -> ModelWeights:
     """Build a model.
 
-    The weight bytes in memory, as `meter` counts them, stay below twice the result's plus one stacked tensor.
+    Memory for weights, as `meter` counts it, stays below twice the size of the result plus one stacked tensor.
 
     Args:
         checkpoint: where tensors are read from.
         fmt: format of linears, embedding and head.
-        dtype: of weights that stay floats.
+        dtype: dtype of weights that stay floats.
         meter: counts bytes, for tests.
-        progress: told how far the build is.
-        device: where the weights go.
+        progress: called with the progress of the build.
+        device: device of the weights.
     Raises:
         CorruptModel: a tensor cannot be read, or holds NaN or infinity.
         UnsupportedFormat: the format cannot hold a weight.
@@ -323,7 +323,7 @@ class _Builder:
             self._prints[module] = row_prints(weight)
 
     def _weight(self, name: str, fmt: QuantFormat, *, counted: bool = False) -> Tensor | GroupQuantizedWeight:
-        """Return a weight: the codes that the file holds if the format keeps them, else floats."""
+        """Return a weight: the file's codes if the format keeps them, otherwise floats."""
         codes = self._checkpoint.codes(name)
         is_kept = codes is not None and fmt.keeps(codes)
         self._kept += counted and is_kept
@@ -337,7 +337,7 @@ class _Builder:
         return codes.to(self._device)
 
     def _parts(self, names: Sequence[str], fmt: QuantFormat) -> list[Tensor | GroupQuantizedWeight]:
-        """Return weights stacked along their outputs: one, if all are floats or codes of one kind."""
+        """Return weights to be stacked along their outputs: one entry if all are floats or the same kind of codes."""
         parts = [self._weight(name, fmt, counted=True) for name in names]
         floats = [part for part in parts if isinstance(part, Tensor)]
         if len(floats) == len(parts):
@@ -380,14 +380,14 @@ class _Builder:
     def _count_packed(
         self, parts: Sequence[Tensor | GroupQuantizedWeight], bias: Tensor | None, packed_bytes: int
     ) -> None:
-        """Count the packed form in, and the tensors that it was made from out."""
+        """Add the packed form to the count of bytes, and remove the tensors that it was made from."""
         self._meter.add(packed_bytes)
         self._meter.release(sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes))
 
 
 @contextmanager
 def _naming(*names: str) -> Iterator[None]:
-    """Add the names of what is packed to a format's refusal."""
+    """Add the names of the packed modules to the error if the format refuses them."""
     try:
         yield
     except UnsupportedFormat as error:
