@@ -1,6 +1,6 @@
-"""Name the code formats of linears: a format with its group, and the formats of a layer's sites.
+"""Parse and name the code formats of linears: a format with its group size, and the formats of a layer's sites.
 
-Options write a form as `int4` or `int4:128`, and forms by part as `attn=int4,mlp=q3h`.
+Options write a format as `int4` or `int4:128`, and formats by part as `attn=int4,mlp=q3h`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 LEVELS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
 GROUPS = {"int8": (32, 64, 128), "int4": (32, 64, 128), "q3h": (64, 128)}
 CODE_BITS = {"int8": 8.0, "int4": 4.0, "q3h": 3.5}
-"""Bits of a code by format, without the scales of its group."""
+"""Bits of a code by format, without scales."""
 PARTS = {
     "attn": ("qkv", "o"),
     "mlp": ("gate_up", "down"),
@@ -22,7 +22,7 @@ PARTS = {
     "gate_up": ("gate_up",),
     "down": ("down",),
 }
-"""Part of a layer, as options name it -> its sites. Parts of one site take precedence over those of two."""
+"""Maps the name of a layer's part in options to its sites. Parts with one site take precedence over those with two."""
 _FACTOR_BITS = 16
 
 
@@ -40,7 +40,7 @@ class CodeFormat:
 
     @property
     def bits(self) -> float:
-        """Return the bits of a weight, including its share of the scale and the minimum."""
+        """Return the bits per weight, including its share of the scale and the minimum."""
         factors = 1 if self.name == "int8" else 2
         return CODE_BITS[self.name] + factors * _FACTOR_BITS / self.group
 
@@ -52,9 +52,9 @@ class CodeFormat:
         """Read `int4` or `int4:128`.
 
         Args:
-            groups: the group of each format where the text has none.
+            groups: the group of each format, used if the text has none.
         Raises:
-            UnsupportedFormat: an unknown format or group, with the choices.
+            UnsupportedFormat: the format or group is unknown; the message lists the choices.
         """
         name, colon, group = text.partition(":")
         if name not in LEVELS:
@@ -76,9 +76,9 @@ def parse_parts(text: str, groups: Mapping[str, int]) -> dict[str, CodeFormat]:
     `mlp`.
 
     Args:
-        groups: the group of each format if the text has none.
+        groups: the group of each format, used if the text has none.
     Raises:
-        UnsupportedFormat: an unknown part, format or group, with the choices, or a part that is named twice.
+        UnsupportedFormat: a part, format or group is unknown (the message lists the choices), or a part is named twice.
     """
     by_part: dict[str, CodeFormat] = {}
     for entry in text.split(","):

@@ -39,16 +39,16 @@ HEAD_A, HEAD_B, EMBEDDING_A, EMBEDDING_B = range(4)
 head's B and of the embedding's A.
 """
 HEAD_ROWS, EMBEDDING_ROWS = range(2)
-"""Sites of own rows of the vocabulary."""
+"""Sites of the rows that adapters have for tokens of the vocabulary."""
 BLOCK_ROWS, LEAST_ROWS = MAX_SLICES * MAX_RANK, PANEL_RANKS
-"""Most and fewest own rows of a block, except the last: as many as a site has ranks, and as a panel has."""
+"""Maximum and minimum of own rows in a block (except the last): the ranks of a site, and those of a panel."""
 BLOCK_TOKENS = 64
 """Blocks are multiples of this many tokens, so that they begin on cache lines of logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabBlocks:
-    """Cut a vocabulary into `count` blocks of `width` tokens; the last ones may overlap, or own no token."""
+    """Cut a vocabulary into `count` blocks of `width` tokens. The last blocks may overlap, or own no token."""
 
     vocab_size: int
     count: int
@@ -60,7 +60,7 @@ class VocabBlocks:
 
     @property
     def width(self) -> int:
-        """Return the tokens of a block."""
+        """Return the number of tokens of a block."""
         share = -(-self.vocab_size // self.count)
         return min(self.vocab_size, -(-share // BLOCK_TOKENS) * BLOCK_TOKENS)
 
@@ -69,7 +69,7 @@ class VocabBlocks:
         return min(block * self.width, self.vocab_size - self.width)
 
     def owned(self, block: int) -> range:
-        """Return the tokens of a block that are in no earlier block."""
+        """Return the tokens that a block owns: those that are in no earlier block."""
         first = min(block * self.width, self.vocab_size)
         return range(first, min(first + self.width, self.vocab_size))
 
@@ -114,8 +114,8 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
 def base_sample(checkpoint: "Checkpoint") -> list[float]:
     """Return numbers that identify the base in a store, whatever its quantization: the weights of the last norm.
 
-    Every file of a model has them in floating point, and known methods do not fold anything into them: those that scale
-    a linear's inputs (AWQ) use the norms inside the layers.
+    Every file of a model has these weights in floating point, and no known method changes them: methods that scale a
+    linear's inputs (AWQ) fold the scales into the norms inside the layers.
     """
     norm = checkpoint.tensor("model.norm.weight").float()
     values: list[float] = (norm + 1 if checkpoint.spec.norms_less_one else norm).tolist()
@@ -130,12 +130,12 @@ def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
 def adapter_layout(
     spec: ModelSpec, adapter: AdapterSpec, itemsize: int, row_tokens: tuple[TokenIds, TokenIds] | None = None
 ) -> AdapterLayout:
-    """Return the layout of a validated adapter in the pool, from its spec alone, before weights are read.
+    """Return the layout of a validated adapter in the pool, from its spec, without reading weights.
 
     Args:
         itemsize: bytes of a weight in the adapter dtype.
-        row_tokens: tokens of its own rows, in the head and in the embedding; None if the weights are not known: as many
-            as the spec allows.
+        row_tokens: tokens of its own rows, in the head and in the embedding; None if the weights are unknown, which
+            takes as many as the spec allows.
     """
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
@@ -190,7 +190,10 @@ def ends_layout(spec: ModelSpec, head: int, embedding: int, itemsize: int) -> Ad
 
 
 def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, TokenIds]:
-    """Return the tokens whose rows an adapter has; for a copy of the base's table, only tokens that the base lacks."""
+    """Return the tokens for which an adapter may have rows, in the head and in the embedding.
+
+    If the adapter has a copy of the base's table, these are only the tokens that the base lacks.
+    """
     found = []
     for module in (HEAD, spec.names.embedding):
         own = [r.token_ids for r in adapter.rows if r.module == module and not r.frozen]
@@ -202,8 +205,10 @@ def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, Token
 
 
 def _rows(spec: ModelSpec, tokens: tuple[TokenIds, TokenIds], itemsize: int) -> AdapterLayout | None:
-    """Return the layout of own rows: blocks of about equal size, whose number is a multiple of the slabs, or less than
-    them."""
+    """Return the layout of own rows: blocks of about equal size.
+
+    The number of blocks is a multiple of the number of slabs, or less than it.
+    """
     if not any(map(len, tokens)):
         return None
     slabs = spec.num_slabs
@@ -245,7 +250,7 @@ def _vectors(spec: ModelSpec, adapter: AdapterSpec) -> tuple[LayerVectors, ...]:
 
 
 def site_place(spec: ModelSpec, layer: int, module: str) -> tuple[int, SiteShape]:
-    """Return the place of a linear's output in `ModelSpec.places`, and its site."""
+    """Return the index of a linear's output in `ModelSpec.places`, and its site."""
     sites = zip(spec.site_indices(layer), spec.sites_of(layer), strict=True)
     return next((index, site) for index, site in sites if module in site.modules)
 

@@ -11,12 +11,12 @@ from lorasrv.models.spec import RopeSpec
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 GGUF_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 SHORT_FACTORS = "rope_factors_short.weight"
-"""A GGUF file with this tensor has LongRoPE, whatever type the metadata has."""
+"""A GGUF file with this tensor has LongRoPE, regardless of the type in its metadata."""
 DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
 Values = Mapping[str, Any]
 Ropes = tuple[RopeSpec, RopeSpec | None]
-"""(RoPE of layers without a window, or of all layers; RoPE of layers with one, or None)"""
+"""(RoPE of all layers, or of those without a sliding window; RoPE of layers with a window, or None)"""
 
 
 def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Values) -> Ropes:
@@ -25,12 +25,13 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
     Args:
         rules: the family's [config.rope]; see specs/llama.toml.
     Raises:
-        UnsupportedModel: an unknown kind or parameter.
+        UnsupportedModel: a kind or parameter is unknown.
         CorruptModel: a number is missing or out of range.
     """
     params, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if params and scaling and params != scaling:
-        # Transformers takes the second, without its own theta; a user who adds it to a file with the first means both.
+        # Transformers then reads only rope_scaling, which has no theta. A user who adds rope_scaling to a file with
+        # rope_parameters means both.
         raise UnsupportedModel("config.json: rope_scaling and rope_parameters differ; write all into rope_parameters")
     params = params or scaling
     theta = _number(config, "rope_theta", rules.get("theta", DEFAULT_THETA))
@@ -85,7 +86,7 @@ class _Reader:
 
     def _original(self, params: Values) -> int:
         key = "original_max_position_embeddings"
-        # The table's own value counts only for families without a default, as in transformers.
+        # As in transformers, the RoPE table's own value is read only if neither config.json nor the family has one.
         given = self._config.get(key, self._rules.get("original"))
         return int(_number(params if given is None else {key: given}, key, float(self._max_position)))
 
@@ -109,7 +110,7 @@ class _Reader:
         )
 
     def _longrope(self, params: Values, rope: RopeSpec) -> RopeSpec:
-        """Read LongRoPE for the original context only: beyond it, Hugging Face changes the factors of cached tokens."""
+        """Read LongRoPE for the original context only. Beyond it, transformers changes the factors of cached tokens."""
         original = self._original(params)
         factor = _number_or(params, "factor", self._max_position / original)
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0

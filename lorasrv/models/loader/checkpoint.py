@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class StoredPacking:
     """Describe the quantization of a checkpoint's file."""
 
-    # As its configuration names it: gptq, awq, compressed-tensors, bitsandbytes or fp8; mixed if `lorasrv quantize` has
-    # written it in several formats.
+    # The name in its configuration: gptq, awq, compressed-tensors, bitsandbytes or fp8; "mixed" if `lorasrv quantize`
+    # wrote it in several formats.
     method: str
     # Distinct bit widths of its linears, ascending.
     bits: tuple[float, ...]
@@ -47,8 +47,9 @@ class Checkpoint(Protocol):
 
     @property
     def packing(self) -> StoredPacking | None:
-        """Return how a library for transformers, or `lorasrv quantize` in several formats, quantized the checkpoint;
-        None for floats, GGUF files and codes of one format.
+        """Return how the checkpoint was quantized, by a library for transformers or by `lorasrv quantize`.
+
+        None for floats, GGUF files, and codes of one format.
         """
         ...
 
@@ -85,7 +86,7 @@ class Checkpoint(Protocol):
 
 
 class WeightMeter:
-    """Count the weight bytes in memory while a model is built, to test that no full fp32 copy is made."""
+    """Count the bytes of weights in memory while a model is built, so that tests can check for full fp32 copies."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -102,12 +103,12 @@ class WeightMeter:
 
 
 def check_finite(what: str, floats: "Tensor") -> None:
-    """Check that floats are numbers.
+    """Check that floats are finite.
 
     Raises:
         CorruptModel: one is NaN or infinite; the message begins with `what`.
     """
-    # An infinity is the minimum or maximum, and NaN is both; `isfinite` takes thirty times as long.
+    # An infinity is the minimum or the maximum, and NaN becomes both. `isfinite` takes thirty times as long.
     if not all(math.isfinite(float(end)) for end in floats.aminmax()):
         raise CorruptModel(
             f"{what} holds NaN or infinity: the file is damaged, or was saved after training had diverged; "
@@ -129,7 +130,7 @@ def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
     """Check that every tensor of the spec exists with its shape.
 
     Raises:
-        CorruptModel: some do not; the message names the first few.
+        CorruptModel: some are missing or have another shape; the message names the first few.
     """
     wanted = tensor_shapes(spec)
     missing = [spec.names.in_file(name) for name in wanted if name not in found]
@@ -145,10 +146,10 @@ def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
 
 
 def check_none_left(spec: ModelSpec, left: Collection[str]) -> None:
-    """Check that no tensor of a file is left unread: a bias or a norm would change the answers.
+    """Check that no tensor of a file is left unread, because a missing bias or norm would change the answers.
 
     Raises:
-        UnsupportedModel: some are; the message names the first few.
+        UnsupportedModel: some are unread; the message names the first few.
     """
     if left:
         raise UnsupportedModel(

@@ -18,7 +18,7 @@ from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _STD = 0.02
 _BLOCK = 1_000_003
-"""Size of the block of random numbers that all weights repeat, from different places: drawing eight billion numbers
+"""Number of random numbers, which all weights repeat from different positions, because drawing eight billion numbers
 would take minutes. It is a prime, so that no two rows of a weight are equal."""
 
 
@@ -49,7 +49,7 @@ class DummyCheckpoint:
         return tensor_shapes(self.spec).keys()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, bf16: norms are 1, biases 0, and a name always has the same numbers."""
+        """Return a tensor, bf16. Norms are 1, biases 0; other weights are random, and the same for the same name."""
         shape = tensor_shapes(self.spec)[name]
         if len(shape) == 1:
             return (torch.zeros if name.endswith(".bias") else torch.ones)(shape, dtype=torch.bfloat16)

@@ -31,8 +31,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Values of e2m1, doubled; ggml's scales are halved."""
 _FLOATS = {"F32", "F16", "BF16"}
 _OF_ONE_FORMAT = (_FLOATS, {"Q4_0", "Q4_1"}, {"Q8_0"})
-"""Sets of types: if all linears have types of one set, a format other than `METHOD` serves them without rounding
-codes."""
+"""Sets of types. If all linears have types of one set, another format than `METHOD` serves their codes exactly."""
 
 
 def decode_codes(
@@ -141,8 +140,9 @@ def _q5_1(name: str, blocks: Tensor) -> GroupQuantizedWeight:
 
 
 def _six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima, [..., 8] int8, from 12 bytes: the first four of each have their own bytes, whose upper
-    two bits belong to the last four.
+    """Return scales and minima, [..., 8] int8, from 12 bytes.
+
+    The first four of each have their own bytes; the upper two bits of these bytes belong to the last four.
     """
     first, second, third = stored[..., :4], stored[..., 4:8], stored[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
@@ -213,4 +213,4 @@ _READERS: Mapping[str, Callable[[str, Tensor], GroupQuantizedWeight | None]] = {
 }
 """(name, blocks [O, blocks of a row, bytes] uint8) -> codes, by type."""
 _HELD_BITS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4"), 4)
-"""Types whose codes are held in four bits; others take eight, or are floats."""
+"""Types whose codes are kept in four bits. Other types are kept in eight bits, or are floats."""

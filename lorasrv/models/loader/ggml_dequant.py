@@ -1,7 +1,7 @@
-"""Decoding of GGML blocks to fp32. The formulas are ggml's.
+"""Decode GGML blocks to fp32. The formulas are ggml's.
 
-A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
-levels q. K-quants and similar types are decoded by the gguf package, imported when the first such tensor is read.
+A block of the types decoded here holds 32 neighbours of a row: an fp16 scale d, in some types a minimum m, then the
+levels q. The gguf package decodes K-quants and similar types; it is imported when the first such tensor is read.
 """
 
 import importlib
@@ -59,7 +59,7 @@ def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
             dequantize, number = importlib.import_module("gguf.quants").dequantize, gguf.GGMLQuantizationType[name]
         except (ImportError, KeyError):
             raise UnsupportedModel(f"GGUF type {name} needs a newer gguf package: pip install -U gguf") from None
-        # A damaged scale may be infinite, which gives NaN; the build of the model refuses it.
+        # A damaged scale may be infinite and give NaN, which building the model refuses later.
         with np.errstate(all="ignore"):
             return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), number), dtype=np.float32))
 

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: canonical names, Hugging Face's row order, one tensor at a time dequantized to fp32."""
+"""Read a GGUF file as a checkpoint: canonical names, Hugging Face's row order, one tensor at a time in fp32."""
 
 import math
 from collections.abc import Iterable
@@ -79,8 +79,9 @@ class GgufCheckpoint:
         self._file.close()
 
     def _with_rope_factors(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec with RoPE factors that a file keeps in tensors: llama3's scaling, or LongRoPE's for the
-        original context.
+        """Return the spec with the RoPE factors that a file keeps in tensors.
+
+        These are those of llama3's scaling, or LongRoPE's for the original context.
         """
         if SHORT_FACTORS in self._file.tensors:
             short = self._factors(SHORT_FACTORS, spec)

@@ -140,7 +140,7 @@ class GgufFile:
 def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         try:
-            # Copy-on-write, as torch refuses (with a warning) views of read-only memory. Nothing ever writes.
+            # Copy-on-write, because torch warns about views of read-only memory. Nothing ever writes.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:
             raise CorruptModel("the GGUF file is empty") from None
@@ -226,7 +226,7 @@ class _Cursor:
         return list(np.frombuffer(self.take(count * code.itemsize), code).tolist())
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings. This is the hot loop of start-up, 100,000 strings, so each takes only one call: to decode."""
+        """Read strings. This is the hot loop of start-up with 100,000 strings, so each takes one call: decode."""
         data, at, end = self._data, self.at, len(self._data)
         if count * 8 > end - at:
             raise CorruptModel(f"the GGUF file is truncated: an array claims {count} strings")
@@ -260,11 +260,11 @@ def _text(raw: bytes) -> str:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
-"""Added tokens of Phi-3 that do not absorb the white space after them. No file says so; llama.cpp also has a list."""
+"""Added tokens of Phi-3 that do not absorb the white space after them. GGUF files do not tell; llama.cpp has a list."""
 
 
 def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = "") -> TokenizerSource:
-    """Describe a file's tokenizer, as far as the file has one.
+    """Return the description of a file's tokenizer, as far as the file has one.
 
     Args:
         meta: the file's metadata.
@@ -338,7 +338,7 @@ def _of_type(types: list[int], *wanted: int) -> tuple[int, ...]:
 
 
 def _token_types(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
-    """Return the kind of each token. Without kinds, any text could contain a control token, or none would be found."""
+    """Return the kind of each token. Without kinds, control tokens cannot be told from text."""
     types = meta.get("tokenizer.ggml.token_type")
     if types is None:
         raise UnsupportedModel(

@@ -1,8 +1,8 @@
 """Locate a base model by name, and read its shape and tokenizer without its weights. Imports no torch.
 
-A model of the Hugging Face hub is `hf:org/name` or `hf:org/name@revision`. It is downloaded to huggingface_hub's own
-cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Files in the cache are not downloaded again, and
-are used if the hub is unreachable. Weights are safetensors only, never a pickle.
+A model of the Hugging Face hub is `hf:org/name` or `hf:org/name@revision`. huggingface_hub downloads it to its own
+cache (HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply). Files in the cache are not downloaded again, and are
+used if the hub is unreachable. Only safetensors weights are read, never pickles.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ def read_model_shape(model: str) -> ModelShape:
 
 
 def checkpoint_name(model: str) -> str:
-    """Return the name of the model's file or folder, whatever its served name; for a built-in shape, its name."""
+    """Return the name of the model's file or folder, regardless of its served name; for a built-in shape, its name."""
     try:
         path, _ = locate(model, download=False)
     except ModelNotFound:
@@ -137,7 +137,7 @@ def checkpoint_name(model: str) -> str:
 
 
 def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
-    """Return a directory or a GGUF file, and its served name if that differs from the path's.
+    """Return the model's directory or GGUF file, and its served name if that differs from the path's.
 
     Args:
         model: as `open_checkpoint` takes it.

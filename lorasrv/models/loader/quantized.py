@@ -31,7 +31,7 @@ KIND, MIXED_KIND = "lorasrv codes 1", "lorasrv codes 2"
 FEW_BITS = ("int4", "q3h")
 _SAMPLES = 1024
 SiteFormats = Mapping[str, Sequence[CodeFormat]]
-"""Site -> the format of that linear in every layer."""
+"""Maps a site to its format in each layer."""
 
 
 def write_codes(
@@ -58,7 +58,7 @@ def write_codes(
     facts = _header(formats) | {"base": _sample(checkpoint)}
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        # Created here with the usual permissions: only the owner could read a file that the library creates.
+        # Created here with default permissions, because files created by the library are readable by the owner only.
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save_file(tensors, unfinished, facts)
@@ -85,7 +85,7 @@ def _formats(facts: Mapping[str, str], spec: ModelSpec) -> SiteFormats:
     """Return the formats in a header.
 
     Raises:
-        CorruptModel: it has none for this model.
+        CorruptModel: the header has no formats that fit this model.
     """
     sites = [site.name for site in spec.sites_of(0)]
     if facts.get("kind") == KIND:
@@ -230,7 +230,7 @@ def _parts(form: CodeFormat) -> tuple[str, ...]:
 
 
 def _packing(formats: SiteFormats, spec: ModelSpec) -> StoredPacking | None:
-    """Describe codes of several formats; None if all have the same, which a format of `--quantization` keeps."""
+    """Describe codes of several formats; None if all have the same format, which `--quantization` can keep."""
     if len({form for forms in formats.values() for form in forms}) == 1:
         return None
     layers = range(spec.num_layers)

@@ -1,1 +1,1 @@
-"""Read checkpoints whose linears are quantized already, with one module per format; values are not rounded again."""
+"""Read checkpoints with quantized linears, one module per format, if possible without rounding the values again."""

@@ -36,8 +36,8 @@ OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 FAST_INPUTS = tuple(
     int(i) for i in torch.arange(32).view(4, 4, 2).transpose(0, 1).reshape(4, 4, 2).transpose(1, 2).reshape(32)
 )
-"""Input of each of 32 fields: every eight fields hold pairs from four places, first the first inputs of the pairs, then
-the second ones."""
+"""Input of each of 32 fields. Every eight fields hold four pairs of inputs: the first inputs of all pairs, then the
+second ones."""
 _FAST_STRIDE, _FAST_OUTPUTS = 64, 4
 _WORDS = ("I32",)
 

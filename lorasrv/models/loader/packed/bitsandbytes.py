@@ -32,7 +32,7 @@ _KINDS = ("nf4", "fp4")
 _ANY = ("U8", "I8", "F16", "BF16", "F32")
 """Dtypes under which the bytes of codes may be stored."""
 _BYTE_TABLE = "the 16 values of a code are held in 8 bits, which changes weights by 0.5 % at most (rms)"
-"""Description for NF4, whose weights change by 0.49 % if they are normally distributed, and FP4: 0.35 %."""
+"""Description of the rounding. Normally distributed weights change by 0.49 % in NF4 and by 0.35 % in FP4."""
 _LEAST_GROUP = 32
 _ROWS = 0
 
@@ -104,7 +104,7 @@ class BitsAndBytesModules:
         return made if made.group <= MOST_GROUP else made.in_groups_of(MOST_GROUP)
 
     def _is_in_rows(self, module: str) -> bool:
-        """Return whether rows have whole blocks of a size that kernels take."""
+        """Return whether rows consist of whole blocks of a size that kernels support."""
         state = self._state(module)
         size, inputs = int(state["blocksize"]), int(state["shape"][1])
         return inputs % size == 0 and size % _LEAST_GROUP == 0 and (size <= MOST_GROUP or size % MOST_GROUP == 0)

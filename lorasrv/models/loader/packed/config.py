@@ -1,4 +1,4 @@
-"""Find out how a Hugging Face directory is quantized, and check the values of its configuration. Imports no torch."""
+"""Determine how a Hugging Face directory is quantized, and check the values of its configuration. Imports no torch."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8", "hqq", "e
 _SAME = {"fbgemm-fp8": "fp8"}
 """Other names of a method."""
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which AutoGPTQ and AutoAWQ describe the quantization if config.json does not, and the method if they name
-none."""
+"""Files in which AutoGPTQ and AutoAWQ describe the quantization if config.json does not, each with the method that
+applies if the file names none."""
 _KEYS = ("quantization_config", "compression_config")
 
 
@@ -82,13 +82,13 @@ class QuantizationSettings:
 def find_quantization(
     config: Mapping[str, Any], read: Callable[[str], Mapping[str, Any]]
 ) -> QuantizationSettings | None:
-    """Return how a checkpoint was quantized; None for one of floats.
+    """Return how a checkpoint was quantized; None if its weights are floats.
 
     Args:
         config: contents of config.json.
         read: reads another JSON file of the directory; an empty table if it does not exist.
     Raises:
-        UnsupportedModel: a method that is not supported; the message names it.
+        UnsupportedModel: the method is not supported; the message names it.
         CorruptModel: the configuration cannot be understood.
     """
     for key in _KEYS:

@@ -90,7 +90,7 @@ class HqqModules:
         return floats
 
     def _is_in_rows(self, module: str) -> bool:
-        """Return whether rows have whole groups of a size that kernels take."""
+        """Return whether rows consist of whole groups of a size that kernels support."""
         _, inputs = self.shape(module)
         group = self._group(module)
         return self._axis(module) == 1 and group > 0 and inputs % group == 0 and group % _LEAST_GROUP == 0

@@ -1,4 +1,4 @@
-"""Define the interface of readers of quantized formats, and choose one by method."""
+"""Define the interface of readers of quantized formats, and select a reader by method."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -56,7 +56,7 @@ class PackedModules(Protocol):
 
         Raises:
             CorruptModel: a tensor is missing, or has a wrong dtype, shape or value.
-            UnsupportedModel: a layout that is not supported; the message names it.
+            UnsupportedModel: the layout is not supported; the message names it.
         """
         ...
 

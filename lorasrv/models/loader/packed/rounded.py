@@ -1,4 +1,4 @@
-"""Hold weights of a file in 8 bits if no codes give their values exactly."""
+"""Round a file's weights to 8 bits, for formats whose values no codes represent exactly."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 GROUP = 32
 ROUNDED = "stored in 8 bits, with a scale for every 32 inputs, which changes weights by about 0.6 % (rms)"
-"""Description of such weights. Normally distributed numbers change by 0.55 to 0.65 % in groups of 32."""
+"""Description of this rounding. Normally distributed numbers change by 0.55 to 0.65 % in groups of 32."""
 
 
 def round_to_bytes(name: str, weight: Tensor) -> GroupQuantizedWeight:

@@ -1,4 +1,4 @@
-"""Unpack the fields of a checkpoint's integers, and convert them to the codes that kernels take.
+"""Unpack the fields of a checkpoint's integers, and convert them to codes that the kernels support.
 
 Shapes: O outputs, H inputs, G groups of a row. Fields are whole numbers of a few bits, unsigned.
 """
@@ -10,7 +10,7 @@ from lorasrv.errors import CorruptModel, UnsupportedModel
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 MOST_GROUP = 128
-"""Largest group that every backend reads. The factors of larger ones are repeated."""
+"""Largest group size that every backend supports. For larger groups, scales and minima are repeated."""
 _CHUNK = 1 << 17
 
 
@@ -27,7 +27,7 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
         return stream
     if bits in (2, 4):
         return _spread_bytes(stream, bits).view(*stream.shape[:-1], -1)
-    # Eight fields are as many bytes as a field has bits.
+    # Eight fields take `bits` bytes.
     whole = stream.shape[-1] // bits * bits
     parts = stream[..., :whole].reshape(*stream.shape[:-1], -1, bits).to(torch.int32 if bits == 3 else torch.int64)
     joined = torch.zeros_like(parts[..., 0])
@@ -41,7 +41,7 @@ def unpack_fields(words: Tensor, bits: int) -> Tensor:
 
 def byte_stream(words: Tensor) -> Tensor:
     """Return the bytes of words [..., N], [..., N * their size] uint8."""
-    # A dimension of size 1 may have any stride, but a view with another dtype does not accept that.
+    # Flatten first: a dimension of size 1 may have any stride, which a view with another dtype does not accept.
     return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.itemsize)
 
 
@@ -64,7 +64,7 @@ def _spread_bytes(stream: Tensor, bits: int) -> Tensor:
 
 
 def unpack_padded_fields(words: Tensor, bits: int) -> Tensor:
-    """Unpack fields of which each int32 of `words` [..., N] has as many as fit, the lowest bits first."""
+    """Unpack fields that do not span words: each int32 of `words` [..., N] has as many as fit, lowest bits first."""
     fields = torch.stack([words >> bits * i & (1 << bits) - 1 for i in range(32 // bits)], dim=-1)
     return fields.flatten(-2).to(torch.uint8)
 
@@ -91,8 +91,8 @@ def sorted_inputs(name: str, groups_of: Tensor, groups: int) -> Tensor | None:
         groups: number of groups.
     Returns: [H] int32; None if they are in that order.
     Raises:
-        CorruptModel: a group that does not exist.
-        UnsupportedModel: groups of uneven length.
+        CorruptModel: an input's group does not exist.
+        UnsupportedModel: the groups have different lengths.
     """
     if int(groups_of.min()) < 0 or int(groups_of.max()) >= groups:
         raise CorruptModel(f"{name} names groups outside 0 to {groups - 1}")
@@ -114,9 +114,10 @@ def group_codes(
         fields: [O, H] uint8, in the inputs' own order.
         scales: [O, G], from `exact_scales`.
         zeros: [O, G] integers; None for the middle of the range.
-        bits: of a field.
+        bits: bits of a field.
         order: from `sorted_inputs`.
-    Returns: the same weights in groups that every backend reads; smaller ones where no such size divides them.
+    Returns: the same weights, in groups of the largest power of two up to `MOST_GROUP` that divides the given groups;
+        unchanged if that is 1.
     """
     # NumPy takes columns four times as fast as torch.
     columns = fields if order is None else torch.from_numpy(fields.numpy().take(order.numpy(), axis=1))
