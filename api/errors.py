@@ -328,7 +328,8 @@ def describe_at(path: str, error: Exception) -> Failure:
 def describe_tgi(error: Exception) -> Failure:
     """Convert to TGI's format: 400 becomes 422; server errors become 424.
 
-    Errors with `Retry-After`, timeouts (504) and unknown errors (500) keep their status.
+    Errors with `Retry-After`, timeouts (504) and unknown errors (500) keep their status. Answers that ended early are
+    500.
     """
     failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
