@@ -417,9 +417,12 @@ class _Source:
 
     def _power(self, key: str, value: float, power: float) -> float:
         try:
-            return float(value**power)
+            result = float(value**power)
         except OverflowError:
-            raise CorruptModel(f"{self.label}: {key} {value} is no number that a model has") from None
+            result = math.inf
+        if not 0 < result < math.inf:
+            raise CorruptModel(f"{self.label}: {key} {value} is too large or too small")
+        return result
 
     def _checked(self, field: str, key: str, value: Any, *, may_be_zero: bool) -> Any:
         wanted = _FIELD_TYPES[field]

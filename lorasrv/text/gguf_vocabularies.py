@@ -83,14 +83,17 @@ class _PreKind:
     adds_bos: bool = False
 
 
+_SINGLE_DIGITS = _PreKind(
+    lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
+)
 _PRE_KINDS = {
     "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
     "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True, adds_bos=True),
     "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
     "tekken": _PreKind(lambda: _split(_LETTERS_TEKKEN), ignore_merges=True, adds_bos=True),
-    "smollm": _PreKind(
-        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
-    ),
+    "dbrx": _PreKind(lambda: _split(_LETTERS_LLAMA3)),
+    "smollm": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
 }
 
 

@@ -6,7 +6,8 @@ import os
 import shutil
 import socket
 import stat
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,8 @@ from lorasrv.errors import ConfigError, LorasrvError, ModelNotFound, Unsupported
 
 if TYPE_CHECKING:
     from api.config.sources import Sources
+    from lorasrv.models.loader import Checkpoint
     from lorasrv.models.loader.locate import ModelShape
-    from lorasrv.models.quantization import StoredWeights
     from lorasrv.models.spec import ModelSpec
 
 ASK_S = 2.0
@@ -194,32 +195,37 @@ def _shape(name: str) -> "ModelShape":
 
 
 def _base(settings: ServerSettings) -> "ModelShape":
-    """Return the base's shape; if its weights are here, check that the checkpoint can be opened.
+    """Return the base's shape; if its files are here, check that the checkpoint can be opened and has a tokenizer.
 
     Raises:
         LorasrvError: the base does not exist or is not supported.
     """
+    from lorasrv.text.tokenizer import Tokenizer
+
     shape = _shape(settings.model)
-    _stored(settings)
+    with _checkpoint(settings) as checkpoint:
+        if checkpoint is not None:
+            Tokenizer.from_source(checkpoint.tokenizer_source())
     return shape
 
 
-def _stored(settings: ServerSettings) -> "StoredWeights | None":
-    """Return how the base's weights are stored; None if they are not here yet.
+@contextmanager
+def _checkpoint(settings: ServerSettings) -> "Iterator[Checkpoint | None]":
+    """Open the base's checkpoint; None if its files are not here yet.
 
     Raises:
         CorruptModel, UnsupportedFormat: the weights cannot be served.
     """
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.models.loader.locate import locate
-    from lorasrv.models.quantization import StoredWeights
 
     try:
         path, _ = locate(settings.model, download=False)
     except ModelNotFound:
-        return None
+        yield None
+        return
     with closing(open_checkpoint(str(path), settings.load_format, settings.quantized_weights)) as checkpoint:
-        return StoredWeights.of(checkpoint)
+        yield checkpoint
 
 
 def _quantization(settings: ServerSettings) -> str:
@@ -229,12 +235,12 @@ def _quantization(settings: ServerSettings) -> str:
         CorruptModel, UnsupportedFormat: the weights cannot be served, or the format or group is unknown; the error
             names the choices.
     """
-    from lorasrv.models.quantization import find_format, select_format
+    from lorasrv.models.quantization import StoredWeights, find_format, select_format
 
     if settings.quantization != "auto":
         return find_format(settings.quantization, settings.quantization_group).name
-    stored = _stored(settings)
-    return "int8" if stored is None else select_format(stored)[0]
+    with _checkpoint(settings) as checkpoint:
+        return "int8" if checkpoint is None else select_format(StoredWeights.of(checkpoint))[0]
 
 
 def _adapter(settings: ServerSettings, whole: "ModelSpec", rank: int) -> tuple[int, int]:

@@ -68,9 +68,12 @@ class PeftReference:
 
     @torch.inference_mode()
     def end(self, module: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the head makes of x [T, H], or the embedding of x int64 [T], with the adapter and without."""
+        """Return what the head makes of x [T, H], or the embedding of x int64 [T], with the adapter and without; the
+        latter without a factor that is part of the module, as in Gemma.
+        """
         end = self._model.get_base_model().get_submodule(module)
-        return self._both(lambda: end(x))
+        scale = next((part.scalar_embed_scale for part in end.modules() if hasattr(part, "scalar_embed_scale")), 1.0)
+        return self._both(lambda: end(x) / scale)
 
     def _both(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Compute with the adapter and without."""

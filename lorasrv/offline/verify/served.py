@@ -130,13 +130,14 @@ class ServedModel:
 
     @torch.inference_mode()
     def embedding(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens [T] embedded, [T, H], with the adapter and without."""
+        """Return tokens [T] embedded, [T, H], with the adapter and without, before the model's factor."""
+        scale = self.weights.spec.embedding_scale / self.weights.spec.residual_scale
         room = self._pages * PAGE_TOKENS
         chunks = [tokens[start : start + room] for start in range(0, len(tokens), room)]
         adapted, plain = (
             torch.cat([self._decoder.embedded(self._one(chunk, key)) for chunk in chunks]) for key in (self._key, None)
         )
-        return adapted, plain
+        return adapted / scale, plain / scale
 
     def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
         """Return the [V] logits of the last token, with the adapter and without."""

@@ -139,7 +139,9 @@ DIGIT_TOKENS = ("12", "123", "1234", "45")
         ("gpt-2", ["1234", "5"]),
         ("llama-bpe", ["123", "45"]),
         ("qwen2", list("12345")),
+        ("dbrx", ["123", "45"]),
         ("smollm", list("12345")),
+        ("refact", list("12345")),
         ("tekken", list("12345")),
     ],
 )
@@ -184,7 +186,7 @@ def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool)
         (
             vocabulary("viking"),
             UnsupportedModel,
-            "pre-tokenizer 'viking' .*known: gpt-2, llama-bpe, qwen2, tekken, smollm",
+            "pre-tokenizer 'viking' .*known: gpt-2, llama-bpe, qwen2, tekken, dbrx, smollm, refact",
         ),
         *(
             (vocabulary("gpt-2", "ab", merges=("a b", merge)), CorruptModel, rf"tokens; number 1, '{merge}', is")

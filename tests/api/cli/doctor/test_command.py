@@ -146,12 +146,16 @@ class TestModel:
     def test_weights_that_serve_would_refuse(
         self, tiny_hf_checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The header of config.json is served; the file lacks a tensor."""
+        """config.json is supported, but the weights lack a tensor, or there is no tokenizer."""
         monkeypatch.setattr(doctor_serving, "_shape", read_model_shape)
         folder = tmp_path / "base"
         shutil.copytree(tiny_hf_checkpoints["llama"](), folder)
         given = settings(tmp_path, model=str(folder))
         assert doctor_serving.model(given).status == "ok"
+        (folder / "tokenizer.json").rename(folder / "kept")
+        found = doctor_serving.model(given)
+        assert (found.status, "tokenizer.json" in found.text) == ("fail", True)
+        (folder / "kept").rename(folder / "tokenizer.json")
         tensors = load_file(folder / "model.safetensors")
         del tensors["model.layers.1.mlp.down_proj.weight"]
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})

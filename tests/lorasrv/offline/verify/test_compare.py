@@ -189,7 +189,7 @@ class TestRight:
     def test_int8_is_peft_with_the_matrices_of_the_codes(self, job_of, kernels: str) -> None:
         expect(ComparisonOutcome.EXACT, job_of(stored="int8", kernels=kernels))
 
-    @pytest.mark.parametrize("family", ["llama", long("qwen2"), long("gemma2")])
+    @pytest.mark.parametrize("family", ["llama", "granite", long("qwen2"), long("gemma2")])
     @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")  # PEFT's advice for tied weights
     def test_the_head_and_the_embedding_too(self, job_of, tiny_hf_checkpoints, tmp_path: Path, family: str) -> None:
         targets, model = ["q_proj", "lm_head", "embed_tokens"], tiny_hf_checkpoints[family]()
