@@ -3,6 +3,7 @@
 A split of the whole text is the oracle: what the engine says, the text between its markers, and what follows.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from response_items import read, rebuilt
 from spelled_engine import spelled, tiny_tokenizer
 
 from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.reasoning import ReasoningReader
+from lorasrv.text.tool_parsers.base import Part
 
 THOUGHT, ANSWER = "So: a </b> — <think> hm.", "Hi, wörld. <think>no</think>"
 SAID = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
@@ -130,6 +133,20 @@ class TestAnswers:
         thinks(said="  " + SAID)
         counts = {told(server.chat(n=n, best_of=2))[3] for n in (1, 2)}
         assert counts == {2 * IN_FRONT + 2 + 1}
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_a_whole_answer_is_read_at_once_and_outside_the_event_loop(self, server, monkeypatch, n: int) -> None:
+        push, texts = ReasoningReader.push, []
+
+        def watched(read: ReasoningReader, text: str) -> list[Part]:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            texts.append(text)
+            return push(read, text)
+
+        monkeypatch.setattr(ReasoningReader, "push", watched)
+        assert told(server.chat(n=n)) == (THOUGHT, ANSWER, "stop", IN_FRONT)
+        assert texts == [SAID[index:] for index in range(n)]
 
     def test_usage_in_chunks(self, server) -> None:
         asked = {"include_usage": True, "continuous_usage_stats": True}
