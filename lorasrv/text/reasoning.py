@@ -52,7 +52,8 @@ class Markers:
 
     def end_of_message(self, text: str) -> PromptEnd:
         """Return what a message leaves to the answer that continues it: what is no reasoning is content."""
-        return PromptEnd.OPEN if text.rfind(self.begin) > text.rfind(self.end) else PromptEnd.CLOSED
+        is_open = text.lstrip().startswith(self.begin) and self.end not in text
+        return PromptEnd.OPEN if is_open else PromptEnd.CLOSED
 
 
 _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))

@@ -144,6 +144,10 @@ def test_a_prompt_leaves_to_its_answer_what_its_template_has_not_written(
         ("<think>\nWell,", PromptEnd.OPEN),
         ("<think>\nWell,\n</think>\n\nIt", PromptEnd.CLOSED),
         ("Well,\n</think>\n\nIt", PromptEnd.CLOSED),
+        ("\n<think>", PromptEnd.OPEN),
+        ("<think>\nHow is <think> written?", PromptEnd.OPEN),
+        ("Write `<think>`", PromptEnd.CLOSED),
+        ("<think>\nWell,\n</think>\n\nWrite `<think>`", PromptEnd.CLOSED),
     ],
 )
 def test_a_message_that_is_continued_is_within_its_reasoning_or_behind(text: str, end: PromptEnd) -> None:
