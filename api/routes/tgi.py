@@ -20,6 +20,7 @@ from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.reasoning import Markers, detect_markers
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 
 router = APIRouter(route_class=JsonRoute)
@@ -84,7 +85,9 @@ async def _plan(
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
     # As in TGI, the answer keeps the stop sequence that ended it. Without a chat template, it also keeps a leading
     # space, because it continues the prompt's text.
-    text = TextOptions(strip_start=bool(parameters.apply_chat_template), keep_stop=True)
+    markers = _markers(parameters, services) if grammar is None else None
+    shown = frozenset[int]() if markers is None else markers.shown(_tokenizer(target, services))
+    text = TextOptions(shown_token_ids=shown, strip_start=bool(parameters.apply_chat_template), keep_stop=True)
     return GenerationPlan(
         writer=writer,
         request_id=figures.answer_id,
@@ -94,6 +97,12 @@ async def _plan(
         grammar=grammar,
         text=text,
     )
+
+
+def _markers(parameters: Parameters, services: Services) -> Markers | None:
+    """Return the markers of reasoning, which stay in the text; None if there are none."""
+    template = services.engine.chat_template
+    return detect_markers(template.source) if parameters.apply_chat_template and template is not None else None
 
 
 def _tokenizer(target: ResolvedModel, services: Services) -> Tokenizer:

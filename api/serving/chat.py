@@ -15,11 +15,11 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.models.spec import ModelSpec
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer
-from lorasrv.text.reasoning import Markers, PromptEnd, ReasoningFormat, detect_markers
+from lorasrv.text.reasoning import REASONING_SWITCHES, Markers, PromptEnd, ReasoningFormat, detect_markers
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.base import Tool
-from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
+from lorasrv.text.tool_parsers.formats import ReasoningTokens, ToolFormat, detect_format
 
 if TYPE_CHECKING:
     from lorasrv.text.chat_template import ChatTemplate
@@ -75,21 +75,25 @@ def plan_chat(
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
     # A grammar of the whole answer leaves no place to reason.
     is_free = grammar is None and not body.forces_call
-    opening = _opening(body, template, tokenizer, prompt) if is_free else None
+    markers = detect_markers(template.tool_source if body.uses_tools else template.source) if is_free else None
+    is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
     form, shown, parallel = None, frozenset[int](), body.parallel_tool_calls is not False
+    if markers is not None:
+        shown |= markers.shown(tokenizer)
     if body.uses_tools:
         form = _format_of(template, "tools")
-        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer)
+        reasoning_tokens = None
+        if markers is not None and is_open is not None:
+            reasoning_tokens = markers.special_tokens(tokenizer, is_open=is_open)
+        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer, reasoning_tokens)
         shown |= form.shown(tokenizer)
-    if opening is not None:
-        shown |= opening[0].shown(tokenizer)
     text = body.text_options(shown, strip_start=not body.continue_final_message)
-    if form is None and opening is None:
-        return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
     reasoning = None
-    if opening is not None:
+    if markers is not None and is_open is not None and body.separate_reasoning is not False:
         is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
-        reasoning = ReasoningFormat(*opening, is_shown, detokenizer)
+        reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
+    if form is None and reasoning is None:
+        return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
     names = frozenset(tool.name for tool in tools)
     protocol_format = ParsedChatFormat(form, names, parallel=parallel, reasoning=reasoning)
     return ChatPlan(prompt, grammar, protocol_format, text, dropped)
@@ -104,40 +108,36 @@ def _variables(body: ChatBody, template: "ChatTemplate") -> dict[str, Any]:
     given, effort = template.checked_variables(body.chat_template_kwargs or {}), body.reasoning_effort
     if effort is None:
         return given
+    said: dict[str, Any] = dict.fromkeys(REASONING_SWITCHES & template.variables, False) if effort == "none" else {}
     if "reasoning_effort" in template.variables:
-        said: dict[str, Any] = {"reasoning_effort": effort}
+        said["reasoning_effort"] = effort
     elif effort != "none":
         why = "{param}: this base's chat template knows no efforts; leave it out, or send none for no reasoning"
         raise InvalidRequest(why, param="reasoning_effort")
-    elif "enable_thinking" in template.variables:
-        said = {"enable_thinking": False}
-    elif detect_markers(template.source) is not None:
+    elif not said and detect_markers(template.source) is not None:
         raise InvalidRequest("{param}: this base cannot answer without reasoning", param="reasoning_effort")
-    else:
-        said = {}
     if any(given.get(name, value) != value for name, value in said.items()):
         why = "{param} and chat_template_kwargs say different things; send one"
         raise InvalidRequest(why, param="reasoning_effort")
     return {**given, **said}
 
 
-def _opening(
-    body: ChatBody, template: "ChatTemplate", tokenizer: Tokenizer, prompt: Sequence[int]
-) -> tuple[Markers, bool] | None:
-    """Return the markers of reasoning that is to be told from the answer, and whether the prompt has opened it; None if
-    there is none."""
-    markers = detect_markers(template.tool_source if body.uses_tools else template.source)
-    if markers is None or body.separate_reasoning is False:
-        return None
+def _is_open(body: ChatBody, markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool | None:
+    """Return whether the prompt has begun the reasoning; None: the answer follows its end."""
     if body.continue_final_message:
         end = markers.end_of_message(body.messages[-1].plain()["content"])
     else:
         end = markers.end_of_prompt(prompt, tokenizer)
-    return None if end is PromptEnd.CLOSED else (markers, end is PromptEnd.OPEN)
+    return None if end is PromptEnd.CLOSED else end is PromptEnd.OPEN
 
 
 def _grammar_of_calls(
-    body: ChatBody, grammar: Grammar | None, form: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer
+    body: ChatBody,
+    grammar: Grammar | None,
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    reasoning: ReasoningTokens | None,
 ) -> Grammar | None:
     """Return the grammar of an answer with tools, given that of one without."""
     parallel = body.parallel_tool_calls is not False
@@ -147,7 +147,7 @@ def _grammar_of_calls(
         return form.grammar(tools, parallel, tokenizer)
     if grammar is not None:
         return form.grammar_beside(grammar, tools, parallel, tokenizer)
-    return form.unforced_grammar(tools, tokenizer) if any(tool.is_strict for tool in tools) else None
+    return form.unforced_grammar(tools, tokenizer, reasoning) if any(tool.is_strict for tool in tools) else None
 
 
 def vocab_size_of(engine: ChatEngine, own: Tokenizer | None) -> int:

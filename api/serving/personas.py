@@ -33,6 +33,7 @@ from api.serving.model_list import digest_text
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_STRINGS, SamplingParams
+from lorasrv.text.reasoning import REASONING_SWITCHES
 
 MAX_CACHED = 256
 _SAMPLING = tuple(SamplingFields.model_fields)
@@ -43,7 +44,7 @@ _WITHOUT_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids")
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 # Fields, besides the texts, that a chat template may render into the prompt.
 _IN_TEMPLATE = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
-_OF_EFFORT = ("enable_thinking", "reasoning_effort")
+_OF_EFFORT = (*REASONING_SWITCHES, "reasoning_effort")
 FORM_FIELDS = (*TOOL_FIELDS, "response_format")
 """Fields that determine the form of the answer."""
 PROMPT_FIELDS = ("name", "system", "examples", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")

@@ -14,7 +14,7 @@ from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Part, Reasoning, ToolReader, possible_beginning
-from lorasrv.text.tool_parsers.formats import special
+from lorasrv.text.tool_parsers.formats import ReasoningTokens, special
 
 _TAIL_TOKENS = 64
 """So many tokens at the end of a prompt hold the last marker that its template writes, however it is spelled."""
@@ -42,6 +42,17 @@ class Markers:
         """Return the special tokens that a reader must see, which are not written as text by default."""
         return special((self.begin, self.end), tokenizer)
 
+    def special_tokens(self, tokenizer: Tokenizer, *, is_open: bool) -> ReasoningTokens | None:
+        """Return the tokens that a grammar must name; None if the markers are text.
+
+        Args:
+            is_open: whether the prompt has begun the reasoning.
+        """
+        begin, end = tokenizer.token_id(self.begin), tokenizer.token_id(self.end)
+        if begin is None or end is None or not {begin, end} <= tokenizer.special_ids:
+            return None
+        return ReasoningTokens(begin, end, is_open)
+
     def end_of_prompt(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> PromptEnd:
         """Return what a prompt leaves to its answer, by the marker that it ends with."""
         detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)
@@ -57,6 +68,8 @@ class Markers:
 
 
 _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))
+REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables that turn reasoning off in chat templates if they are false; `thinking` is DeepSeek's and Granite's."""
 
 
 def detect_markers(template: str) -> Markers | None:

@@ -23,6 +23,21 @@ from lorasrv.text.tool_parsers.parsers import (
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningTokens:
+    """Hold the special tokens that begin and end reasoning, and whether the prompt has begun it."""
+
+    begin: int
+    end: int
+    is_open: bool
+
+    def rules(self) -> Iterator[str]:
+        """Yield the Lark rules of an answer `free` that may begin with reasoning."""
+        begin = f"(BLANK <[{self.begin}]>)?" if self.is_open else f"BLANK <[{self.begin}]>"
+        yield f"start: free | reasoning (<[{self.end}]> free)?"
+        yield f"reasoning: {begin} TEXT"
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Describe one format of tool calls."""
 
@@ -79,10 +94,15 @@ class ToolFormat:
         calls = self._only_calls(_unforced(tools), parallel, tokenizer)
         return lark_of("\n".join([*rules, *calls]), answer.param)
 
-    def unforced_grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> Grammar:
+    def unforced_grammar(
+        self, tools: Sequence[Tool], tokenizer: Tokenizer, reasoning: ReasoningTokens | None = None
+    ) -> Grammar:
         """Build the grammar of any text with optional calls of these tools.
 
         Arguments of strict tools match their schemas, arguments of others may be any object.
+
+        Args:
+            reasoning: the special tokens of reasoning, which no rule of text matches; None: there are none.
 
         Raises:
             InvalidRequest: a schema is malformed or too large.
@@ -90,7 +110,8 @@ class ToolFormat:
         shown = "".join(f" | TEXT <[{token}]>" for token in special((self.marker,), tokenizer))
         shown_first = shown.replace("TEXT", "BLANK")
         rules = [
-            f"start: {self.unforced}",
+            *(["start: free"] if reasoning is None else reasoning.rules()),
+            f"free: {self.unforced}",
             f"marker: {_term(self.marker, tokenizer)}",
             f"head: written{shown}",
             f"written[lazy]: TEXT {_quoted(self.marker)}",

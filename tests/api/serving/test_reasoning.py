@@ -15,6 +15,7 @@ from fake_engine import FakeEngine
 from response_items import read, rebuilt
 from spelled_engine import spelled, tiny_tokenizer
 
+from adapter_store.spec import AddedToken
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.reasoning import ReasoningReader
 from lorasrv.text.tool_parsers.base import Part
@@ -37,6 +38,16 @@ def thinks(engine: FakeEngine) -> Callable[..., None]:
 
     use()
     return use
+
+
+@pytest.fixture
+def has_special_markers(engine: FakeEngine, thinks: Callable[..., None]) -> None:
+    """The markers `[THINK]` and `[/THINK]` are special tokens, which are not written as text by default."""
+    thinks(templates.MAGISTRAL)
+    first = engine.tokenizer.vocab_size
+    added = [AddedToken(first + n, text, special=True) for n, text in enumerate(("[THINK]", "[/THINK]"))]
+    engine.tokenizer = engine.tokenizer.extended(added)
+    engine.script = spelled(engine.tokenizer, "[THINK]hm[/THINK]Hi.")
 
 
 def prompt_of(engine: FakeEngine) -> str:
@@ -240,6 +251,24 @@ class TestRequests:
         assert both(server, separate_reasoning=False) == (None, SAID, "stop", None)
         assert both(server, separate_reasoning=True)[0] == THOUGHT
 
+    @pytest.mark.usefixtures("has_special_markers")
+    def test_markers_that_are_special_tokens_stay_in_the_text_too(self, server, engine) -> None:
+        assert both(server) == ("hm", "Hi.", "stop", 4)
+        assert both(server, separate_reasoning=False) == (None, "[THINK]hm[/THINK]Hi.", "stop", None)
+        parameters = {"apply_chat_template": True, "max_new_tokens": 99}
+        answer = server.http.post("/generate", json={"inputs": "hi", "parameters": parameters})
+        assert answer.json()["generated_text"] == "[THINK]hm[/THINK]Hi."
+
+    @pytest.mark.usefixtures("has_special_markers")
+    @pytest.mark.parametrize("separate", [True, False])
+    def test_a_strict_tool_leaves_room_for_special_tokens(self, server, engine, separate: bool) -> None:
+        tool = {**CLOCK, "function": {**CLOCK["function"], "strict": True}}
+        begin, end = (f"<[{engine.tokenizer.token_id(text)}]>" for text in ("[THINK]", "[/THINK]"))
+        for ending, has_both in (("{# [THINK] #}", True), ("[THINK]", True), ("[THINK][/THINK]", False)):
+            engine.chat_template = ChatTemplate(templates.MISTRAL + ending)
+            server.chat(tools=[tool], separate_reasoning=separate).raise_for_status()
+            assert [token in engine.added[-1].constraint.text for token in (begin, end)] == [has_both] * 2
+
     def test_it_may_be_left_out_and_is_counted(self, server) -> None:
         assert both(server, include_reasoning=False) == (None, ANSWER, "stop", IN_FRONT)
         assert "reasoning" not in server.chat(include_reasoning=False).json()["choices"][0]["message"]
@@ -253,6 +282,22 @@ class TestRequests:
             assert told(server.chat(reasoning_effort=None))[0] == THOUGHT
         thinks(templates.PLAIN)
         assert server.chat(reasoning_effort="none").status_code == 200
+
+    @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+    def test_no_effort_sets_every_variable_that_the_template_reads(self, server, engine, thinks, switch: str) -> None:
+        thinks(f"{EFFORT}{{% if {switch} is false %}}</think>{{% endif %}}")
+        assert told(server.chat(reasoning_effort="none"))[0] is None
+        assert prompt_of(engine).endswith("<think>none</think>")
+        both_said = {"chat_template_kwargs": {switch: True}, "reasoning_effort": "none"}
+        refused(server.chat(**both_said), 400, "reasoning_effort", "chat_template_kwargs")
+
+    def test_no_effort_of_a_template_that_reasons_on_request(self, server, engine, thinks) -> None:
+        thinks("{% if thinking %}Use <think>.{% endif %}{{ messages | tojson }}", ANSWER)
+        prompts = []
+        for fields in ({}, {"reasoning_effort": "none"}):
+            assert told(server.chat(**fields))[:2] == (None, ANSWER)
+            prompts.append(engine.added[-1].prompt)
+        assert prompts[0] == prompts[1]
 
     def test_other_efforts_are_those_that_the_template_knows(self, server, engine, thinks) -> None:
         for effort in ("low", "medium", "high"):

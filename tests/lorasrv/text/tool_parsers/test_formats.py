@@ -27,6 +27,7 @@ from lorasrv.text.tool_parsers.formats import (
     MISTRAL,
     MISTRAL_11,
     MISTRAL_13,
+    ReasoningTokens,
     ToolFormat,
     detect_format,
 )
@@ -310,6 +311,27 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
         bad += [f"{good} and {bad[0]}"]
     assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
     assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13, LLAMA], ids=lambda form: form.name)
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_reasoning_between_special_tokens_precedes_text_and_strict_calls(
+    form: ToolFormat, is_open: bool, builtin_tokenizer: Tokenizer
+) -> None:
+    first = builtin_tokenizer.vocab_size
+    added = [AddedToken(first + n, text, special=True) for n, text in enumerate(("[THINK]", "[/THINK]"))]
+    tokenizer = builtin_tokenizer.extended(added)
+    tools = [Tool("clock", {"type": "object"}, is_strict=True)]
+    reasoning = ReasoningTokens(first, first + 1, is_open)
+    compiled = await _compiled(tokenizer, form.unforced_grammar(tools, tokenizer, reasoning))
+    before, after = form.list_of[0] + form.around[0], form.around[1] + form.list_of[1]
+    good = (form.marker if form.forces_marker else "") + before + call_of(form, "clock", "{}") + after
+    texts = ["Noon.", "[THINK]Hm.[/THINK]Noon.", "\n[THINK]Hm.", f"[THINK]Hm {form.marker}.[/THINK]{good}", good]
+    if_open, bad = ["Hm.[/THINK]Noon.", f"Hm.[/THINK]{good}"], good.replace("clock", "nobody")
+    assert [text for text in texts if not _written(compiled, tokenizer, text)] == []
+    assert [_written(compiled, tokenizer, text) for text in if_open] == [is_open] * 2
+    refused = [f"[THINK]Hm.[/THINK]{bad}", "No.[THINK]Hm.[/THINK]Noon.", "[THINK]a[/THINK]b[/THINK]"]
+    assert [text for text in refused if _written(compiled, tokenizer, text)] == []
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13], ids=["hermes", "mistral", "mistral-13"])
