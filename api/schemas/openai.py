@@ -13,7 +13,7 @@ from api.schemas.base import Body, Items, KnownBody, at_most
 from api.schemas.request_fields import RequestFields
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ReasoningFields, ToolFields
-from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES
+from api.schemas.unsupported import INERT_IN_COMPLETIONS, INERT_IN_GENERATION, INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -263,6 +263,8 @@ ContextOverflow = Literal["error", "drop_oldest"]
 
 class CompletionBody(GenerationBody):
     """Continue one prompt or several, each given as text or as token ids."""
+
+    UNSUPPORTED: ClassVar = {**GenerationBody.UNSUPPORTED, **INERT_IN_COMPLETIONS}
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None

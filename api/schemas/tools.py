@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from api.asgi.json_body import parse_json
@@ -60,8 +60,9 @@ class Message(KnownBody):
     content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     tool_call_id: str | None = None
     name: str | None = None
-    # vLLM's older name and its newer one.
-    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    # vLLM's older name and its newer one. Clients send both, and one of them may be null.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @field_validator("content")
     @classmethod
@@ -85,7 +86,8 @@ class Message(KnownBody):
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        given = {name: getattr(self, name) for name in ("tool_call_id", "name", "reasoning_content")}
+        reasoning = self.reasoning_content or self.reasoning
+        given = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": reasoning}
         return plain | {name: value for name, value in given.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ _NULL = (None,)
 _OFF = (None, False)
 _ZERO = (None, 0)
 _ONE = (None, 1)
+_NO_REASONING = (None, {}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None})
 INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     # log-probabilities: `top_logprobs` of plain completions, `echo` of chat
     "top_logprobs": _ZERO,
@@ -63,7 +64,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": _OFF,
     "chat_template": _NULL,
     "documents": (None, []),
-    "reasoning_effort": (None, "none"),
+    "reasoning_effort": _NULL,
     # plain completions do not separate reasoning from the text
     "include_reasoning": (None, True, False),
     "separate_reasoning": _OFF,
@@ -87,10 +88,7 @@ INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
     "background": _OFF,
     "context_management": (None, []),
     "moderation": _NULL,
-    "reasoning": (
-        *(None, {}, {"effort": None}, {"effort": "none"}, {"summary": None}),
-        *({"effort": None, "summary": None}, {"effort": "none", "summary": None}),
-    ),
+    "reasoning": _NO_REASONING,
     # the prompt, under its names on other routes
     "messages": _NULL,
     "prompt": _NULL,
@@ -133,6 +131,12 @@ INERT_IN_GENERATION: Mapping[str, tuple[Any, ...]] = {
     "adapter_source": (None, "", "hub", "local"),
 }
 """Fields that only some of the generating routes have. Each route refuses those that its body does not declare."""
+
+INERT_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "reasoning_effort": (None, "none"),
+    "reasoning": (*_NO_REASONING, {"effort": "none"}, {"effort": "none", "summary": None}),
+}
+"""Values that have no effect on plain completions only, which have no template that could turn reasoning off."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "api_token": "opens private adapters on a hub; adapters are only uploaded",

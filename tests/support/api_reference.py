@@ -18,7 +18,7 @@ from api.schemas.responses import ResponsesBody, ResponseStreamOptions, TextConf
 from api.schemas.structured_output import StructuredOutputs
 from api.schemas.tokenize import TokenizeBody
 from api.schemas.tools import Message
-from api.schemas.unsupported import INERT_IN_GENERATION, INERT_VALUES, WITHOUT_EFFECT
+from api.schemas.unsupported import INERT_IN_COMPLETIONS, INERT_IN_GENERATION, INERT_VALUES, WITHOUT_EFFECT
 from lorasrv.sampling_params import SamplingParams
 
 Json = dict[str, Any]
@@ -126,6 +126,7 @@ def page() -> str:
     others = sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"})
     titles = FIELDS_OF | {name: name for name in others if shapes[name].get("properties")}
     inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
+    inside |= {f"CompletionBody.{name}": values for name, values in INERT_IN_COMPLETIONS.items()}
     known = {**INERT_IN_GENERATION, **INERT_VALUES, **inside}
     unsupported = ((f"`{name}`", _lacking(name), _values(values)) for name, values in sorted(known.items()))
     parts = [

@@ -237,6 +237,7 @@ PLACES: dict[str, Place] = {
             "tool_call_id": "c1",
             "name": "Ann",
             "reasoning_content": "why",
+            "reasoning": "why",
         },
         lambda one: {**BASE, "messages": [one]},
     ),

@@ -25,6 +25,7 @@ SAID = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
 IN_FRONT = len(f"<think>\n{THOUGHT}\n</think>\n\n".encode())
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "x"}
 EFFORT = "{{ messages | tojson }}<think>{{ reasoning_effort }}"
 
 
@@ -311,6 +312,29 @@ class TestRequests:
         thinks(EFFORT)
         server.chat(reasoning_effort="high").raise_for_status()
         assert prompt_of(engine).endswith("<think>high")
+
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            ("/v1/responses", {"input": "x", "reasoning_effort": "none"}),
+            ("/v1/chat/completions", {"messages": [USER], "reasoning": {"effort": "none"}}),
+            ("/tokenize", {"messages": [USER], "reasoning_effort": "none"}),
+            ("/", {"inputs": "x", "parameters": {"reasoning_effort": "none"}}),
+        ],
+    )
+    def test_names_of_other_routes_are_refused(self, server, path: str, fields: dict[str, Any]) -> None:
+        assert server.http.post(path, json={"model": "tiny-base", **fields}).status_code in (400, 422)
+        server.complete(reasoning_effort="none", reasoning={"effort": "none"}).raise_for_status()
+
+    def test_either_name_of_a_message_is_read(self, server, engine) -> None:
+        prompts = []
+        for named in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
+            said = {"reasoning": None, "reasoning_content": None} | dict.fromkeys(named, THOUGHT)
+            messages = [USER, {"role": "assistant", "content": ANSWER, **said}]
+            server.chat(messages=messages, add_generation_prompt=False).raise_for_status()
+            prompts.append(prompt_of(engine))
+        assert prompts == prompts[:1] * 3
+        assert THOUGHT.split()[0] in prompts[0]
 
     def test_personas(self, server, engine) -> None:
         defaults = {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False}
