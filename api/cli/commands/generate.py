@@ -321,6 +321,8 @@ def _print_rest(answer: "StreamedAnswer") -> None:
         choice = answer.choices[index]
         if several:
             say(f"--- {index + 1} of {len(answer.choices)} ({choice.finish_reason})")
+            if choice.reasoning and sys.stdout.isatty():
+                print(f"{_DIM}{printable(choice.reasoning, sys.stdout)}{_PLAIN}\n")
             say(choice.text)
         for entry in choice.logprobs:
             others = [f"{other['token']!r} {other['logprob']:.4f}" for other in entry.get("top_logprobs") or []]

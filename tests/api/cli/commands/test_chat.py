@@ -134,6 +134,12 @@ class TestAtATerminal:
             assert b"\x1b[2m" in seen.raw.partition(b"\x1b[0m\r\n\r\nH")[0]
             assert b"\x1b[2mH" not in seen.raw
 
+    def test_reasoning_of_several_answers_is_dimmed(self, server, reasons) -> None:
+        with terminal("generate", "hi", "-n", "2", "--server", server.url) as seen:
+            seen.until("1 of 2 (stop)\nSo.\n\nHello", "2 of 2 (stop)\n")
+            assert seen.end() == 0
+            assert b"\x1b[2mSo." in seen.raw
+
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
         [
