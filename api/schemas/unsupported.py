@@ -7,7 +7,7 @@ _NULL = (None,)
 _OFF = (None, False)
 _ZERO = (None, 0)
 _ONE = (None, 1)
-_NO_REASONING = (None, {}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None})
+_NO_REASONING: tuple[Any, ...] = (None, {}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None})
 INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     # log-probabilities: `top_logprobs` of plain completions, `echo` of chat
     "top_logprobs": _ZERO,
