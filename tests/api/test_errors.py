@@ -58,7 +58,7 @@ def test_fields_are_called_as_the_paths_bodies_call_them(path: str, param: str, 
 def test_names_of_fields_are_those_of_bodies() -> None:
     fields = {
         "/v1/chat/completions": ChatBody.model_fields.keys(),
-        "/v1/responses": ResponsesBody.model_fields.keys() | {"text.format"},
+        "/v1/responses": ResponsesBody.model_fields.keys() | {"text.format", "reasoning.effort"},
         **{path: Parameters.model_fields.keys() | GenerateBody.model_fields.keys() for path in sorted(TGI_PATHS)},
     }
     assert FIELD_NAMES.keys() == fields.keys()
