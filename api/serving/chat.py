@@ -73,7 +73,7 @@ def plan_chat(
     if body.uses_tools:
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
-    # A grammar of the whole answer leaves no place to reason.
+    # With a grammar of the whole answer, there is no reasoning.
     is_free = grammar is None and not body.forces_call
     markers = detect_markers(template.tool_source if body.uses_tools else template.source) if is_free else None
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)

@@ -1,8 +1,8 @@
-"""Split answers into reasoning and content, by the markers that the chat template of their base writes.
+"""Split answers into reasoning and content, by the markers in the base's chat template.
 
-Qwen 3, SmolLM3 and the models distilled from DeepSeek-R1 begin an answer with `<think>…</think>`, Mistral's with
-`[THINK]…[/THINK]`. A template may open the reasoning itself, at the end of the prompt, or close it at once: the model
-then writes the rest of it, or none.
+Qwen 3, SmolLM3 and models distilled from DeepSeek-R1 begin an answer with `<think>…</think>`, Mistral's with
+`[THINK]…[/THINK]`. A template may write the opening marker at the end of the prompt, so the model writes the
+rest of the reasoning, or both markers, so the model writes no reasoning.
 """
 
 from bisect import bisect_left
@@ -17,29 +17,29 @@ from lorasrv.text.tool_parsers.base import Part, Reasoning, ToolReader, possible
 from lorasrv.text.tool_parsers.formats import ReasoningTokens, special
 
 _TAIL_TOKENS = 64
-"""So many tokens at the end of a prompt hold the last marker that its template writes, however it is spelled."""
+"""Number of tokens at the end of a prompt that contain its last marker, in any tokenization."""
 
 
 class PromptEnd(Enum):
-    """Say what a prompt leaves to its answer."""
+    """Say how the answer to a prompt may begin."""
 
     # The answer may begin with reasoning.
     FREE = auto()
-    # The answer begins within it.
+    # The answer begins inside the reasoning.
     OPEN = auto()
-    # The answer begins behind it.
+    # The answer begins after the reasoning.
     CLOSED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """Hold what begins reasoning, and what ends it."""
+    """Hold the texts that begin and end reasoning."""
 
     begin: str
     end: str
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the special tokens that a reader must see, which are not written as text by default."""
+        """Return the markers that are special tokens. A reader must see them, but they have no text by default."""
         return special((self.begin, self.end), tokenizer)
 
     def special_tokens(self, tokenizer: Tokenizer, *, is_open: bool) -> ReasoningTokens | None:
@@ -54,7 +54,7 @@ class Markers:
         return ReasoningTokens(begin, end, is_open)
 
     def end_of_prompt(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> PromptEnd:
-        """Return what a prompt leaves to its answer, by the marker that it ends with."""
+        """Return how the answer may begin, by the marker at the end of the prompt."""
         detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)
         tail = "".join(map(detokenizer.push, token_ids[-_TAIL_TOKENS:])).rstrip()
         if tail.endswith(self.begin):
@@ -62,7 +62,7 @@ class Markers:
         return PromptEnd.CLOSED if tail.endswith(self.end) else PromptEnd.FREE
 
     def end_of_message(self, text: str) -> PromptEnd:
-        """Return what a message leaves to the answer that continues it: what is no reasoning is content."""
+        """Return how the continuation of a message begins: inside its reasoning, or else in its content."""
         is_open = text.lstrip().startswith(self.begin) and self.end not in text
         return PromptEnd.OPEN if is_open else PromptEnd.CLOSED
 
@@ -73,51 +73,51 @@ REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
 def detect_markers(template: str) -> Markers | None:
-    """Return the markers that a chat template writes or looks for; None: its model does not reason."""
+    """Return the markers in a chat template; None if there are none, because the model does not reason."""
     return next((known for known in _KNOWN if known.begin in template or known.end in template), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Say how reasoning is read from the answers to one request."""
+    """Configure how reasoning is read from the answers to one request."""
 
     markers: Markers
-    # Whether the prompt has opened it.
+    # Whether the prompt has begun the reasoning.
     is_open: bool
-    # Whether it is part of the response.
+    # Whether the response includes the reasoning.
     is_shown: bool
-    # Makes what decodes the tokens of an answer as its text was decoded.
+    # Creates a detokenizer that decodes tokens as the answer's text was decoded.
     detokenizer: Callable[[], Detokenizer]
 
     def reader(self, content: ToolReader) -> "ReasoningReader":
-        """Return the reader of one answer; `content` reads what follows the reasoning."""
+        """Return a reader of one answer; `content` reads the text after the reasoning."""
         return ReasoningReader(self.markers, content, self.detokenizer(), is_open=self.is_open)
 
 
 class ReasoningReader:
     """Return the reasoning of one answer as it streams, and pass the rest to a reader of content.
 
-    Reasoning begins with the answer, if the prompt has opened it, or with a marker that nothing but white space
-    precedes. It ends with the next closing marker, or with the answer. Line breaks beside the markers are left out.
+    Reasoning begins at the start of the answer if the prompt has begun it, or with an opening marker after white space
+    at most. It ends at the next closing marker or with the answer. Line breaks next to the markers are dropped.
 
-    What was returned depends on the text so far alone, not on the pieces in which it came.
+    The parts returned so far depend only on the text so far, not on how it was split into pieces.
     """
 
     def __init__(self, markers: Markers, content: ToolReader, detokenizer: Detokenizer, *, is_open: bool) -> None:
         self._markers, self._content, self._is_open = markers, content, is_open
-        # Number of characters in front of the content; None while there is no end of the reasoning.
+        # Number of characters before the content; None until the reasoning ends.
         self.content_at = None if is_open else 0
-        # Text of which nothing was returned, and what reads it; None: the content's reader.
+        # Text not yet returned, and the method that reads it; None: the content's reader does.
         self._held = ""
         self._read: Callable[[], list[Part]] | None = self._begin
         self._num_chars = 0
-        # Of the tokens counted, and the text that they have.
+        # For counting tokens: the position of each token in the text, and the length of the decoded text.
         self._detokenizer = detokenizer
         self._starts, self._num_decoded = list[int](), 0
 
     @property
     def num_tokens(self) -> int:
-        """Return how many of the counted tokens begin in front of the content, those of the markers included."""
+        """Return how many of the counted tokens begin before the content, including tokens of the markers."""
         return len(self._starts) if self.content_at is None else bisect_left(self._starts, self.content_at)
 
     def count(self, token_ids: Sequence[int]) -> None:
@@ -161,14 +161,14 @@ class ReasoningReader:
         return []
 
     def _skip_breaks(self) -> list[Part]:
-        """Leave out line breaks behind the first marker."""
+        """Drop line breaks after the opening marker."""
         self._held = self._held.lstrip("\n")
         if self._held:
             self._read = self._reason
         return []
 
     def _reason(self) -> list[Part]:
-        """Return reasoning, but for what may belong to its end."""
+        """Return reasoning, except text that may be the beginning of its end."""
         before, marker, behind = self._held.partition(self._markers.end)
         if marker:
             text, self._held, self._read = before.rstrip("\n"), behind, self._skip_last_breaks
@@ -178,7 +178,7 @@ class ReasoningReader:
         return [Reasoning(text)] if text else []
 
     def _skip_last_breaks(self) -> list[Part]:
-        """Leave out line breaks behind the last marker."""
+        """Drop line breaks after the closing marker."""
         self._held = self._held.lstrip("\n")
         return self._begin_content() if self._held else []
 

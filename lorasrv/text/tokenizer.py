@@ -152,7 +152,7 @@ class Tokenizer:
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def encode_behind(self, text: str) -> list[int]:
-        """Return the ids of a text that stands behind another: without the blank that some tokenizers put in front of
+        """Return the ids of a text that follows another text: without the space that some tokenizers add in front of
         a text. Special tokens that begin or end a text are not added.
 
         Raises: see `encode`.
@@ -165,7 +165,7 @@ class Tokenizer:
 
     @cached_property
     def _front(self) -> tuple[str, list[int]]:
-        """Return a text that few texts behind it are joined to, and its tokens; ("", []) where none is needed."""
+        """Return a text with its tokens that rarely merges with the text after it; ("", []) if none is needed."""
         front = "\n" if _adds_prefix_space(self._backend) else ""
         return front, self.encode(front, add_special_tokens=False)
 
@@ -178,13 +178,13 @@ class Tokenizer:
 
     @cached_property
     def _strips(self) -> bool:
-        """Return whether there are tokens that take the white space beside them."""
+        """Return whether there are tokens that absorb the white space next to them."""
         return any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Return the most characters that one token can stand for (each at least one byte), without white space that it
-        takes beside it; None: no bound.
+        """Return the most characters that one token can stand for (each at least one byte), not counting white space
+        that it absorbs; None: no bound.
         """
         joined = list(map(_most_joined, _steps(self._backend.normalizer)))
         if None in joined or not self._has_every_byte:
@@ -193,7 +193,7 @@ class Tokenizer:
 
     @property
     def _has_every_byte(self) -> bool:
-        """Return whether no text has unknown characters, which may be one token however many they are."""
+        """Return whether no text has unknown characters; any number of them could be a single token."""
         if self.decoding.kind == "byte_level":
             return True
         falls_back = getattr(self._backend.model, "byte_fallback", False)
@@ -339,13 +339,13 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _most_joined(step: Mapping[str, Any]) -> int | None:
-    """Return of how many characters a step of a normalizer may make one; None: of any number, or it drops some."""
+    """Return how many characters a step of a normalizer joins into one at most; None: no bound, or it drops some."""
     is_of_one = step["type"] == "Replace" and len(step["pattern"].get("String", "")) == len(step["content"]) == 1
     return 1 if is_of_one else {"NFC": 4, "Prepend": 1}.get(step["type"])
 
 
 def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether texts begin with a blank that they do not have."""
+    """Return whether the tokenizer adds a space at the beginning of a text."""
     return any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")

@@ -117,8 +117,9 @@ class Decoder:
         activations = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul, "gelu": ops.gelu}
         self._activation = activations[spec.activation]
         self._add_norm = {"rms": ops.add_rms_norm_, "layer": ops.add_layer_norm_}[spec.norm]
-        # Rows of the residual stream are kept divided by the factor of what is added to them, which a norm does not
-        # see but for its epsilon; and all behind the last norm is linear, so that its weight may divide the logits.
+        # The residual stream is stored divided by `residual_scale`, so outputs are added to it unscaled. Norms give the
+        # same result if their epsilon is scaled, too. Everything after the last norm is linear, so the weight of that
+        # norm can include the division of the logits.
         self._embedding_scale = spec.embedding_scale / spec.residual_scale
         self._stream_eps = spec.norm_eps / spec.residual_scale**2
         self._final_norm = weights.final_norm / spec.logit_divisor
@@ -380,8 +381,8 @@ class Decoder:
     def _norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor | None, layer: int, place: str, tables: StepTables
     ) -> Tensor:
-        """Add `delta` [T, H] to x in place, and return the normed sum, with the weights of each row's adapter; x itself
-        where the model has no norm there.
+        """Add `delta` [T, H] to x in place, and return the normed sum, with the weights of each row's adapter; or x
+        itself if the model has no norm there.
         """
         if weight is None:
             if delta is not None:
@@ -392,7 +393,7 @@ class Decoder:
         return normed
 
     def _out_norm(self, delta: Tensor, weight: Tensor | None, layer: int, place: str, tables: StepTables) -> Tensor:
-        """Return the normed output [T, H] of attention or MLP; `delta` itself where the model has no norm there."""
+        """Return the normed output [T, H] of attention or MLP; `delta` itself if the model has no norm there."""
         if weight is None:
             return delta
         normed = self._add_norm(delta, None, weight, self._spec.norm_eps)

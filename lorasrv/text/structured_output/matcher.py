@@ -93,7 +93,8 @@ class _Wrapper:
         special = set(vocabulary.special)
         self._text_tokens = {i: t for i, t in enumerate(vocabulary.tokens) if t and i not in special}
         self._ids = {token: i for i, token in reversed(self._text_tokens.items())}
-        # Some vocabularies have a character twice, also as the token of its byte, which no text has.
+        # Some vocabularies have a character twice: as itself, and as the token of its byte, which no text is
+        # tokenized to.
         self._ids |= {token: ids[0] for token in self._ids if len(token) == 1 and (ids := self._usual(token))}
         self._longest = max(map(len, self._ids), default=1)
 

@@ -33,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Hold a piece of what the model writes before its answer, to reason."""
+    """Hold a piece of the reasoning that precedes an answer."""
 
     text: str
 
@@ -53,7 +53,7 @@ class ToolReader(Protocol):
 
 
 class TextReader:
-    """Return all of an answer as text: there are no tools."""
+    """Return the whole answer as text, for requests without tools."""
 
     def push(self, text: str) -> list[Part]:
         return [text] if text else []
@@ -117,6 +117,6 @@ def refuse_constant(name: str) -> NoReturn:
 def possible_beginning(text: str, marker: str) -> int:
     """Return how many characters at the end of the text may be the beginning of the marker."""
     tail = text[-len(marker) + 1 :]
-    # Most texts have not even its first character there.
+    # Most texts do not even have its first character there.
     begins = range(len(tail)) if marker[0] in tail else ()
     return next((len(tail) - begin for begin in begins if marker.startswith(tail[begin:])), 0)

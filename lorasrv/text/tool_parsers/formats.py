@@ -199,7 +199,7 @@ def detect_format(template: str) -> ToolFormat | None:
 
 
 def special(texts: Sequence[str], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return those of the texts that are special tokens, which have no text by default."""
+    """Return the texts that are special tokens, as ids. By default, special tokens have no text."""
     tokens = (tokenizer.token_id(text) for text in texts if text)
     return frozenset(token for token in tokens if token is not None and token in tokenizer.special_ids)
 

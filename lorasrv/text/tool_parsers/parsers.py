@@ -93,17 +93,16 @@ class LlamaReader:
 
 _LISTED, _END_OF_LIST = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*\[|,)"), re.compile(r"\s*\]")
 _MARKED, _SEMICOLONS = re.compile(r"\s*<\|python_tag\|>"), re.compile(r"[;\s]*;")
-"""What stands in front of a call, and behind it."""
+"""Text before a call, and after it."""
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 _Found = tuple[ToolCall, int]
 
 
 def _calls_and_rest(text: str, call_at: Callable[[str, int], _Found | None], most: int | None) -> list[Part]:
-    """Return the whole calls that a text begins with, and what is behind them as text: an answer may be cut within a
-    call.
+    """Return the complete calls at the beginning of a text, and the rest as text: an answer may end inside a call.
 
     Args:
-        call_at: returns the call that begins at a place, behind what separates it, and its end; None without one.
+        call_at: returns the call at a position, after any separator, and its end; None if there is none.
         most: how many calls are returned, without what is behind them; None: all.
     """
     calls, end = list[Part](), 0
@@ -122,7 +121,7 @@ def _found(value: Any, names: frozenset[str], keys: Sequence[str], end: int) -> 
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins there, behind white space, and its end; (None, `at`) without a whole one."""
+    """Return the JSON value at a position, after white space, and its end; (None, `at`) if there is no complete one."""
     try:
         return _DECODER.raw_decode(text, _behind_blanks(text, at))
     except (ValueError, RecursionError):
@@ -130,7 +129,7 @@ def _value_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return where what matches there ends; `at` if nothing does."""
+    """Return the end of the match at a position; `at` if there is none."""
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
