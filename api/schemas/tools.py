@@ -208,6 +208,11 @@ class ToolFields(PromptEndFields):
         return self.uses_tools and self.tool_choice not in (None, "auto")
 
     @property
+    def allows_parallel_calls(self) -> bool:
+        """Return whether an answer may contain more than one call."""
+        return self.parallel_tool_calls is not False
+
+    @property
     def constrains_calls(self) -> bool:
         """Return whether a grammar constrains calls, because `tool_choice` forces one or a tool is strict."""
         is_forced = self.tool_choice not in (None, "none", "auto")

@@ -77,11 +77,9 @@ def plan_chat(
     is_free = grammar is None and not body.forces_call
     markers = detect_markers(template.tool_source if body.uses_tools else template.source) if is_free else None
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
-    form, shown, parallel = None, frozenset[int](), body.parallel_tool_calls is not False
-    if markers is not None:
-        shown |= markers.shown(tokenizer)
-    if body.uses_tools:
-        form = _format_of(template, "tools")
+    form = _format_of(template, "tools") if body.uses_tools else None
+    shown = frozenset[int]() if markers is None else markers.shown(tokenizer)
+    if form is not None:
         reasoning_tokens = None
         if markers is not None and is_open is not None:
             reasoning_tokens = markers.special_tokens(tokenizer, is_open=is_open)
@@ -95,7 +93,7 @@ def plan_chat(
     if form is None and reasoning is None:
         return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
     names = frozenset(tool.name for tool in tools)
-    protocol_format = ParsedChatFormat(form, names, parallel=parallel, reasoning=reasoning)
+    protocol_format = ParsedChatFormat(form, names, parallel=body.allows_parallel_calls, reasoning=reasoning)
     return ChatPlan(prompt, grammar, protocol_format, text, dropped)
 
 
@@ -140,13 +138,12 @@ def _grammar_of_calls(
     reasoning: ReasoningTokens | None,
 ) -> Grammar | None:
     """Return the grammar of an answer with tools, given that of one without."""
-    parallel = body.parallel_tool_calls is not False
     if grammar is not None:
         check_beside_tools(grammar, form)
     if body.forces_call:
-        return form.grammar(tools, parallel, tokenizer)
+        return form.grammar(tools, body.allows_parallel_calls, tokenizer)
     if grammar is not None:
-        return form.grammar_beside(grammar, tools, parallel, tokenizer)
+        return form.grammar_beside(grammar, tools, body.allows_parallel_calls, tokenizer)
     return form.unforced_grammar(tools, tokenizer, reasoning) if any(tool.is_strict for tool in tools) else None
 
 

@@ -249,7 +249,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [N, V] fp32 of normed last hidden states [N, H]."""
-        return self._capped(self._weights.head(states / self._spec.logit_divisor).float())
+        divisor = self._spec.logit_divisor
+        return self._capped(self._weights.head(states if divisor == 1 else states / divisor).float())
 
     @property
     def num_threads(self) -> int:
