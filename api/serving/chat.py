@@ -110,12 +110,12 @@ def _variables(body: ChatBody, template: "ChatTemplate") -> dict[str, Any]:
     if "reasoning_effort" in template.variables:
         said["reasoning_effort"] = effort
     elif effort != "none":
-        why = "{param}: this base's chat template knows no efforts; leave it out, or send none for no reasoning"
+        why = "{param}: this base's chat template has no effort levels; leave it out, or send none to stop reasoning"
         raise InvalidRequest(why, param="reasoning_effort")
     elif not said and detect_markers(template.source) is not None:
         raise InvalidRequest("{param}: this base cannot answer without reasoning", param="reasoning_effort")
     if any(given.get(name, value) != value for name, value in said.items()):
-        why = "{param} and chat_template_kwargs say different things; send one"
+        why = "{param} and chat_template_kwargs contradict each other; send one"
         raise InvalidRequest(why, param="reasoning_effort")
     return {**given, **said}
 
