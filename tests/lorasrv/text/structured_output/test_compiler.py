@@ -299,7 +299,8 @@ FIELDS = {
         ("guided_grammar", 'root ::= "a"', "Lark"),
         ("guided_grammar", '{"grammars": [{"lark_grammar": "start: /a*/"}], "max_tokens": 9}', "into the request"),
         ("guided_grammar", "start: nothing", "nothing"),
-        ("guided_grammar", "start: x{100000}\nx: y{0,1000}\ny: A?\nA: /a/", "guided"),
+        # Refused by following it, within a fifth of the time that this may take.
+        ("guided_grammar", "start: x x{0,3000}\nx: y{0,1000}\ny: A?\nA: /a/", "items"),
     ],
     ids=lambda value: str(value)[:40],
 )
