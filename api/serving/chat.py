@@ -19,7 +19,7 @@ from lorasrv.text.reasoning import REASONING_SWITCHES, Markers, PromptEnd, Reaso
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.base import Tool
-from lorasrv.text.tool_parsers.formats import ReasoningTokens, ToolFormat, detect_format
+from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
 
 if TYPE_CHECKING:
     from lorasrv.text.chat_template import ChatTemplate
@@ -73,23 +73,23 @@ def plan_chat(
     if body.uses_tools:
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
-    # With a grammar of the whole answer, there is no reasoning.
-    is_free = grammar is None and not body.forces_call
-    markers = detect_markers(template.tool_source if body.uses_tools else template.source) if is_free else None
+    markers = detect_markers(template.tool_source if body.uses_tools else template.source)
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
     form = _format_of(template, "tools") if body.uses_tools else None
     shown = frozenset[int]() if markers is None else markers.shown(tokenizer)
     if form is not None:
-        reasoning_tokens = None
-        if markers is not None and is_open is not None:
-            reasoning_tokens = markers.special_tokens(tokenizer, is_open=is_open)
-        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer, reasoning_tokens)
+        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer)
         shown |= form.shown(tokenizer)
     text = body.text_options(shown, strip_start=not body.continue_final_message)
     reasoning = None
-    if markers is not None and is_open is not None and body.separate_reasoning is not False:
-        is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
-        reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
+    if markers is not None and is_open is not None:
+        is_separate = body.separate_reasoning is not False
+        # Without a part of its own for reasoning, the whole content is what the grammar allows.
+        if grammar is not None and (is_separate or grammar.begins_freely):
+            grammar = markers.in_front_of(grammar, tokenizer, is_open=is_open)
+        if is_separate:
+            is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
+            reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
     if form is None and reasoning is None:
         return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
     names = frozenset(tool.name for tool in tools)
@@ -135,7 +135,6 @@ def _grammar_of_calls(
     form: ToolFormat,
     tools: Sequence[Tool],
     tokenizer: Tokenizer,
-    reasoning: ReasoningTokens | None,
 ) -> Grammar | None:
     """Return the grammar of an answer with tools, given that of one without."""
     if grammar is not None:
@@ -144,7 +143,7 @@ def _grammar_of_calls(
         return form.grammar(tools, body.allows_parallel_calls, tokenizer)
     if grammar is not None:
         return form.grammar_beside(grammar, tools, body.allows_parallel_calls, tokenizer)
-    return form.unforced_grammar(tools, tokenizer, reasoning) if any(tool.is_strict for tool in tools) else None
+    return form.unforced_grammar(tools, tokenizer) if any(tool.is_strict for tool in tools) else None
 
 
 def vocab_size_of(engine: ChatEngine, own: Tokenizer | None) -> int:

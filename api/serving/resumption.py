@@ -107,7 +107,7 @@ def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None) ->
     """Return the digest of everything that a request's tokens depend on; "" if they depend on more than it covers."""
     if request.kv_policy is not None or request.accept == REJECTION:
         return ""
-    text = None if grammar is None else grammar.text
+    text = None if grammar is None else grammar.full_text
     shown = asdict(request.text) | {"shown_token_ids": sorted(request.text.shown_token_ids)}
     facts = engine, fingerprint(request).hex(), request.sampling.seed, shown, text
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

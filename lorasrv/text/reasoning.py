@@ -7,14 +7,15 @@ rest of the reasoning, or both markers, so the model writes no reasoning.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.structured_output.grammar import ANSWER, Grammar
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Part, Reasoning, ToolReader, possible_beginning
-from lorasrv.text.tool_parsers.formats import ReasoningTokens, special
+from lorasrv.text.tool_parsers.formats import lark_term, special
 
 _TAIL_TOKENS = 64
 """Number of tokens at the end of a prompt that contain its last marker, in any tokenization."""
@@ -42,16 +43,23 @@ class Markers:
         """Return the markers that are special tokens. A reader must see them, but they have no text by default."""
         return special((self.begin, self.end), tokenizer)
 
-    def special_tokens(self, tokenizer: Tokenizer, *, is_open: bool) -> ReasoningTokens | None:
-        """Return the tokens that a grammar must name; None if the markers are text.
+    def in_front_of(self, grammar: Grammar, tokenizer: Tokenizer, *, is_open: bool) -> Grammar:
+        """Return the grammar of an answer that may have reasoning in front of what `grammar` allows.
 
         Args:
-            is_open: whether the prompt has begun the reasoning.
+            is_open: whether the prompt has begun the reasoning. Then the answer must end it.
         """
-        begin, end = tokenizer.token_id(self.begin), tokenizer.token_id(self.end)
-        if begin is None or end is None or not {begin, end} <= tokenizer.special_ids:
-            return None
-        return ReasoningTokens(begin, end, is_open)
+        start = f"reasoning BREAKS? {ANSWER}"
+        rules = (
+            f"start: {start}" if is_open else f"start: {ANSWER} | {start}",
+            f"reasoning: opening{'?' if is_open else ''} thought",
+            _rule_up_to("opening", "BLANK", self.begin, tokenizer),
+            _rule_up_to("thought", "TEXT", self.end, tokenizer),
+            r"BLANK: /\s{0,2}/",
+            r"BREAKS: /\n{1,2}/",
+            r"TEXT: /(.|\n)*/",
+        )
+        return replace(grammar, preamble="\n".join(rules), begins_freely=is_open or grammar.begins_freely)
 
     def end_of_prompt(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> PromptEnd:
         """Return how the answer may begin, by the marker at the end of the prompt."""
@@ -65,6 +73,12 @@ class Markers:
         """Return how the continuation of a message begins: inside its reasoning, or else in its content."""
         is_open = text.lstrip().startswith(self.begin) and self.end not in text
         return PromptEnd.OPEN if is_open else PromptEnd.CLOSED
+
+
+def _rule_up_to(name: str, before: str, marker: str, tokenizer: Tokenizer) -> str:
+    """Return the Lark rule of the text `before` a marker and the marker. A marker that is text ends it at once."""
+    is_text = not special((marker,), tokenizer)
+    return f"{name}{'[lazy]' if is_text else ''}: {before} {lark_term(marker, tokenizer)}"
 
 
 _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))

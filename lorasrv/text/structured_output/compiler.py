@@ -27,6 +27,8 @@ MAX_TRIED = 8192
 arrive together with a tried grammar wait for it, so this bound is larger."""
 MAX_TRIES = 4
 """Most extended tokenizers whose tries are kept."""
+_Key = tuple[Tokenizer | None, str, str]
+"""A grammar of an own tokenizer (None: the base's), by its text and its preamble."""
 
 
 class GrammarCompiler:
@@ -50,9 +52,8 @@ class GrammarCompiler:
         self.examiner = GrammarSandbox(vocabulary.packed())
         # By the grammar text's digest: why it is refused, or None.
         self._verdicts: LRUCache[bytes, str | None] = LRUCache(KEPT_VERDICTS)
-        # By (own tokenizer, None for the base's; text).
-        self._in_use: WeakValueDictionary[tuple[Tokenizer | None, str], CompiledGrammar] = WeakValueDictionary()
-        self._last: LRUCache[tuple[Tokenizer | None, str], CompiledGrammar] = LRUCache(KEPT_GRAMMARS)
+        self._in_use: WeakValueDictionary[_Key, CompiledGrammar] = WeakValueDictionary()
+        self._last: LRUCache[_Key, CompiledGrammar] = LRUCache(KEPT_GRAMMARS)
         self._trying = FairLock("grammars to be tried", MAX_UNTRIED)
         self._compiling = FairLock("grammars to be compiled", MAX_TRIED)
 
@@ -71,7 +72,7 @@ class GrammarCompiler:
             EngineOverloaded: too many grammars wait, of this key or in total.
         """
         compiled = self._shared(grammar, own) or await self._compiled(grammar, principal, own)
-        self._last[own, grammar.text] = compiled
+        self._last[_key(grammar, own)] = compiled
         return compiled
 
     async def aclose(self) -> None:
@@ -79,7 +80,7 @@ class GrammarCompiler:
         await self.examiner.aclose()
 
     def _shared(self, grammar: Grammar, own: Tokenizer | None) -> CompiledGrammar | None:
-        shared = self._in_use.get((own, grammar.text))
+        shared = self._in_use.get(_key(grammar, own))
         if shared is not None and own is not None:
             # Mark it as used: the tries of the tokenizers used last are kept.
             self._tries.get(own)
@@ -105,11 +106,11 @@ class GrammarCompiler:
             trie, size = self._base, self._vocab_size
             if own is not None:
                 trie, size = await self._trie_of(own), max(size, own.vocab_size)
-            compile_ = partial(compile_matcher, trie, grammar.text)
+            compile_ = partial(compile_matcher, trie, grammar.full_text)
             compiled = await asyncio.to_thread(CompiledGrammar, compile_, size, self._ends)
             if compiled.error:
                 raise _refusal(grammar, one_line(compiled.error))
-            self._in_use[own, grammar.text] = compiled
+            self._in_use[_key(grammar, own)] = compiled
             return compiled
 
     async def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
@@ -121,6 +122,10 @@ class GrammarCompiler:
 
     def _built(self, own: Tokenizer) -> llguidance.LLTokenizer:
         return _trie(Vocabulary.of(own, max(self._vocab_size, own.vocab_size), self._end_ids), own)
+
+
+def _key(grammar: Grammar, own: Tokenizer | None) -> _Key:
+    return own, grammar.text, grammar.preamble
 
 
 def _trie(vocabulary: Vocabulary, tokenizer: Tokenizer) -> llguidance.LLTokenizer:

@@ -30,6 +30,10 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 """Values of JSON schema's `format` that are enforced; others are treated as annotations."""
 
 
+ANSWER = "@lorasrv_answer"
+"""The name of a grammar in the rules of its preamble."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Hold a grammar and the field it was sent in."""
@@ -42,6 +46,19 @@ class Grammar:
     schema: Mapping[str, Any] | None = field(default=None, compare=False)
     # Whether an answer may begin with any text; otherwise its text is exactly that of its tokens.
     begins_freely: bool = False
+    # Lark rules of an answer with text in front of what the grammar allows, which they name `ANSWER`; "": none.
+    preamble: str = ""
+
+    @property
+    def full_text(self) -> str:
+        """Return the grammar of the whole answer. Call only if `text` has been compiled: it is not checked here."""
+        if not self.preamble:
+            return self.text
+        is_json = self.text.lstrip().startswith("{")
+        first, *others = json.loads(self.text)["grammars"] if is_json else [{"lark_grammar": self.text}]
+        named = {"name": ANSWER.removeprefix("@"), **first}
+        preamble = self.preamble.replace(ANSWER, f"@{named['name']}")
+        return json.dumps({"grammars": [{"lark_grammar": preamble}, named, *others]})
 
 
 def any_json_object(param: str) -> Grammar:

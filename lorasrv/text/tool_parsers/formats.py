@@ -23,21 +23,6 @@ from lorasrv.text.tool_parsers.parsers import (
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningTokens:
-    """Hold the special tokens that begin and end reasoning, and whether the prompt has begun it."""
-
-    begin: int
-    end: int
-    is_open: bool
-
-    def rules(self) -> Iterator[str]:
-        """Yield the Lark rules of an answer `free` that may begin with reasoning."""
-        begin = f"(BLANK <[{self.begin}]>)?" if self.is_open else f"BLANK <[{self.begin}]>"
-        yield f"start: free | reasoning (<[{self.end}]> free)?"
-        yield f"reasoning: {begin} TEXT"
-
-
-@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Describe one format of tool calls."""
 
@@ -94,15 +79,10 @@ class ToolFormat:
         calls = self._only_calls(_unforced(tools), parallel, tokenizer)
         return lark_of("\n".join([*rules, *calls]), answer.param)
 
-    def unforced_grammar(
-        self, tools: Sequence[Tool], tokenizer: Tokenizer, reasoning: ReasoningTokens | None = None
-    ) -> Grammar:
+    def unforced_grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of any text with optional calls of these tools.
 
         Arguments of strict tools match their schemas, arguments of others may be any object.
-
-        Args:
-            reasoning: the special tokens of reasoning, which no rule of text matches; None: there are none.
 
         Raises:
             InvalidRequest: a schema is malformed or too large.
@@ -110,9 +90,8 @@ class ToolFormat:
         shown = "".join(f" | TEXT <[{token}]>" for token in special((self.marker,), tokenizer))
         shown_first = shown.replace("TEXT", "BLANK")
         rules = [
-            *(["start: free"] if reasoning is None else reasoning.rules()),
-            f"free: {self.unforced}",
-            f"marker: {_term(self.marker, tokenizer)}",
+            f"start: {self.unforced}",
+            f"marker: {lark_term(self.marker, tokenizer)}",
             f"head: written{shown}",
             f"written[lazy]: TEXT {_quoted(self.marker)}",
             f"first: BLANK | BLANK {_quoted(self.marker)}{shown_first}",
@@ -128,9 +107,9 @@ class ToolFormat:
 
     def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""
-        many = f" ({_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
+        many = f" ({lark_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
         begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
-        marker = _term(self.marker, tokenizer) if self.forces_marker else ""
+        marker = lark_term(self.marker, tokenizer) if self.forces_marker else ""
         yield f"calls: {marker} {begin} call{many} {end}"
         yield from self._calls(tools, self.around[0], tokenizer)
 
@@ -144,8 +123,8 @@ class ToolFormat:
                 yield f"tool_{number}: {head} arguments_{number} {_quoted('}' + self.around[1])}"
             else:
                 call_id, begin = self.between_parts
-                of_id = f"{_term(call_id, tokenizer)} /[a-zA-Z0-9]{{{self.id_chars}}}/ " if call_id else ""
-                head = f"{_quoted(tool.name)} {of_id}{_term(begin, tokenizer)}"
+                of_id = f"{lark_term(call_id, tokenizer)} /[a-zA-Z0-9]{{{self.id_chars}}}/ " if call_id else ""
+                head = f"{_quoted(tool.name)} {of_id}{lark_term(begin, tokenizer)}"
                 yield f"tool_{number}: {head} arguments_{number}"
             yield f"arguments_{number}: %json {schema}"
 
@@ -209,7 +188,7 @@ def _unforced(tools: Sequence[Tool]) -> list[Tool]:
     return [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
 
 
-def _term(text: str, tokenizer: Tokenizer) -> str:
+def lark_term(text: str, tokenizer: Tokenizer) -> str:
     """Return the text as a term of Lark: the token, if it is a special one, which no text spells."""
     shown = special((text,), tokenizer)
     return f"<[{next(iter(shown))}]>" if shown else _quoted(text)

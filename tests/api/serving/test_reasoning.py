@@ -208,11 +208,23 @@ class TestBesides:
             {"tools": [CLOCK], "response_format": {"type": "json_object"}},
         ],
     )
-    @pytest.mark.parametrize("template", [templates.HERMES, templates.HERMES + "<think>\n"])
-    def test_a_grammar_begins_with_the_first_token(self, server, thinks, template: str, fields: dict[str, Any]) -> None:
-        """Whatever the prompt has opened: there is no reasoning."""
-        thinks(template, '{"a": 1}')
-        assert both(server, **fields) == (None, '{"a": 1}', "stop", None)
+    @pytest.mark.parametrize(("ending", "begin"), [("", "<think>"), ("<think>\n", "")])
+    def test_a_grammar_holds_for_what_follows_it(
+        self, server, engine, thinks, ending: str, begin: str, fields: dict[str, Any]
+    ) -> None:
+        thinks(templates.HERMES + ending, f'{begin}\nSo: {{}}\n</think>\n\n{{"a": 1}}')
+        assert both(server, **fields)[:3] == ("So: {}", '{"a": 1}', "stop")
+        preamble = engine.added[-1].constraint.preamble
+        assert preamble.startswith("start: reasoning") == (not begin), "what the prompt has opened must be closed"
+        assert '[lazy]: TEXT "</think>"' in preamble
+        thinks(templates.HERMES + ending, '{"a": 1}')
+        assert both(server, **fields, separate_reasoning=False)[:2] == (None, '{"a": 1}')
+        assert not engine.added[-1].constraint.preamble, "the content is the whole answer"
+
+    def test_a_grammar_without_reasoning_begins_with_the_first_token(self, server, engine, thinks) -> None:
+        thinks(templates.HERMES + "<think>\n\n</think>\n\n", '{"a": 1}')
+        assert both(server, response_format={"type": "json_object"}) == (None, '{"a": 1}', "stop", None)
+        assert not engine.added[-1].constraint.preamble
 
     @pytest.mark.parametrize(
         ("template", "text", "reasoning", "content"),
@@ -268,7 +280,7 @@ class TestRequests:
         for ending, has_both in (("{# [THINK] #}", True), ("[THINK]", True), ("[THINK][/THINK]", False)):
             engine.chat_template = ChatTemplate(templates.MISTRAL + ending)
             server.chat(tools=[tool], separate_reasoning=separate).raise_for_status()
-            assert [token in engine.added[-1].constraint.text for token in (begin, end)] == [has_both] * 2
+            assert [token in engine.added[-1].constraint.full_text for token in (begin, end)] == [has_both] * 2
 
     def test_it_may_be_left_out_and_is_counted(self, server) -> None:
         assert both(server, include_reasoning=False) == (None, ANSWER, "stop", IN_FRONT)

@@ -1,18 +1,22 @@
 """Reasoning: which markers a template has, what a prompt leaves to its answer, and how answers are split."""
 
+import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import tool_templates as templates
+from compiled_grammars import allows, compiled_grammar
 from hypothesis import example, given
 from hypothesis import strategies as st
 from spelled_engine import tiny_tokenizer
 
+from adapter_store.spec import AddedToken
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import Markers, PromptEnd, ReasoningReader, detect_markers
+from lorasrv.text.structured_output.grammar import choice_of, grammar_of, json_of, regex_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Reasoning, TextReader, ToolCall
 from lorasrv.text.tool_parsers.formats import HERMES
@@ -165,3 +169,42 @@ def test_markers_that_are_special_tokens_are_shown() -> None:
     read.count(ids)
     assert joined(read.push("".join(map(detokenizer.push, ids)))) == ("a", "")
     assert read.num_tokens == 3
+
+
+X = {"name": "b", "lark_grammar": 'start: "x"'}
+GRAMMARS = {
+    "json": (json_of({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "p"), '{"a": 1}'),
+    "regex": (regex_of("[<a-z>]+", "p"), "yes"),
+    "choice": (choice_of(["yes", "yes, sir"], "p"), "yes, sir"),
+    "lark": (grammar_of('start: "x" y+\n%ignore / /\ny: "y"', "p"), "x y y"),
+    "parts": (grammar_of(json.dumps({"grammars": [{"lark_grammar": "start: @b"}, X]}), "p"), "x"),
+    "named parts": (grammar_of(json.dumps({"grammars": [{"name": "main", "lark_grammar": "start: @b"}, X]}), "p"), "x"),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("is_special", [None, False, True])
+async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
+    builtin_tokenizer: Tokenizer, name: str, is_open: bool, is_special: bool | None
+) -> None:
+    """Markers are text, tokens of their own, or special tokens."""
+    grammar, answer = GRAMMARS[name]
+    tokenizer, first = builtin_tokenizer, builtin_tokenizer.vocab_size
+    if is_special is not None:
+        added = [AddedToken(first + n, text, is_special) for n, text in enumerate((THINK.begin, THINK.end))]
+        tokenizer = tokenizer.extended(added)
+    whole = THINK.in_front_of(grammar, tokenizer, is_open=is_open)
+    compiled = await compiled_grammar(tokenizer, whole)
+
+    def is_allowed(text: str) -> bool:
+        return allows(compiled, tokenizer, text)
+
+    for reasoning in (f"<think>\nSo: {answer} <tool_call>\n</think>\n\n", "<think></think>", "\n<think>é</think>\n"):
+        assert is_allowed(reasoning + answer)
+        assert not is_allowed(reasoning), "the answer is missing"
+        assert not is_allowed(reasoning + "No!")
+        assert not is_allowed(reasoning + answer + "</think>")
+        assert is_allowed(reasoning.lstrip().removeprefix("<think>") + answer) == is_open
+    assert is_allowed(answer) != is_open
+    assert not is_allowed("<think>" + answer)

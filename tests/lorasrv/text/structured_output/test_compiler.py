@@ -567,7 +567,7 @@ def test_few_compiled_grammars_outlive_their_answers(builtin_tokenizer: Tokenize
         assert [compiling.compile(grammar) for grammar in grammars] == [state._grammar for state in states]
         compiling.run(compiling.compiler.aclose())
         del states
-        assert {text for _, text in compiling.compiler._in_use} == {g.text for g in grammars[-KEPT_GRAMMARS:]}
+        assert {text for _, text, _ in compiling.compiler._in_use} == {g.text for g in grammars[-KEPT_GRAMMARS:]}
         assert compiling.accepts(grammars[0], "a", "aa") == [True, False]
         assert compiling.num_started == 1, "it was not tried again"
 

@@ -152,7 +152,7 @@ async def test_an_answer_goes_on_where_its_lexer_was_used_up(engine: AsyncEngine
     alone, last = await answer(engine, grammar, timeout_s=600.0)
     for number in range(KEPT_GRAMMARS):
         await engine.grammars.compile(source.regex_of(f"[ab]{{{number}}}c", "p"))
-    assert grammar.text not in {text for _, text in engine.grammars._in_use}, "its last answer does not keep it"
+    assert grammar.text not in {text for _, text, _ in engine.grammars._in_use}, "its last answer does not keep it"
     constraint = await engine.grammars.compile(grammar)
     other, chance = constraint._matcher.deep_copy(), random.Random(0)
     while not other.is_error():

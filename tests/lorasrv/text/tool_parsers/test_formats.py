@@ -2,12 +2,12 @@
 
 import re
 import time
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import tool_templates as templates
+from compiled_grammars import allows, compiled_grammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +16,8 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.detokenizer import Detokenizer
-from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.reasoning import Markers
 from lorasrv.text.structured_output.grammar import json_of
-from lorasrv.text.structured_output.matcher import CompiledGrammar
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
 from lorasrv.text.tool_parsers.formats import (
@@ -27,7 +26,6 @@ from lorasrv.text.tool_parsers.formats import (
     MISTRAL,
     MISTRAL_11,
     MISTRAL_13,
-    ReasoningTokens,
     ToolFormat,
     detect_format,
 )
@@ -255,14 +253,14 @@ async def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, buil
     if form.forces_marker:
         one, two = form.marker + one, form.marker + two
     expected = [ToolCall("get_weather", '{"city": "Köln"}')]
-    compiled = await _compiled(builtin_tokenizer, grammar)
+    compiled = await compiled_grammar(builtin_tokenizer, grammar)
     with pytest.raises(InvalidRequest) as caught:
-        await _compiled(builtin_tokenizer, form.grammar([Tool("x", {"type": "strin"})], True, builtin_tokenizer))
+        await compiled_grammar(builtin_tokenizer, form.grammar([Tool("x", {"type": "strin"})], True, builtin_tokenizer))
     assert caught.value.param == "tools"
-    assert _written(compiled, builtin_tokenizer, one)
-    assert not _written(compiled, builtin_tokenizer, one.replace("Köln", "Rome"))
-    assert not _written(compiled, builtin_tokenizer, one.replace("get_weather", "get_time"))
-    assert _written(compiled, builtin_tokenizer, two) == (parallel and form.between is not None)
+    assert allows(compiled, builtin_tokenizer, one)
+    assert not allows(compiled, builtin_tokenizer, one.replace("Köln", "Rome"))
+    assert not allows(compiled, builtin_tokenizer, one.replace("get_weather", "get_time"))
+    assert allows(compiled, builtin_tokenizer, two) == (parallel and form.between is not None)
     assert read(form, [one]) == expected
     assert read(form, [two]) == expected * 2
 
@@ -296,7 +294,7 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     ]
     texts = ["", "no call", " \n", "a {b} <tool [TOOL <", "한국 😀", good, other]
 
-    compiled = await _compiled(builtin_tokenizer, form.unforced_grammar(tools, builtin_tokenizer))
+    compiled = await compiled_grammar(builtin_tokenizer, form.unforced_grammar(tools, builtin_tokenizer))
     if form is LLAMA:
         texts += [f" {good}", f"<|python_tag|>{good}", f"text {bad[0]}", f"text <|python_tag|>{bad[0]}"]
         bad += [f"{blank}{marker}{bad[0]}" for blank in ("", " ", "\n\x1c\x85") for marker in ("", "<|python_tag|>")]
@@ -309,29 +307,36 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     if form in (HERMES, SPECIAL):
         texts += [f"{good}\n{other} and {good} so"]
         bad += [f"{good} and {bad[0]}"]
-    assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
-    assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in texts if not allows(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in bad if allows(compiled, builtin_tokenizer, text)] == []
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13, LLAMA], ids=lambda form: form.name)
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_reasoning_between_special_tokens_precedes_text_and_strict_calls(
-    form: ToolFormat, is_open: bool, builtin_tokenizer: Tokenizer
+@pytest.mark.parametrize("is_special", [False, True])
+async def test_reasoning_precedes_text_and_strict_calls(
+    form: ToolFormat, is_open: bool, is_special: bool, builtin_tokenizer: Tokenizer
 ) -> None:
-    first = builtin_tokenizer.vocab_size
-    added = [AddedToken(first + n, text, special=True) for n, text in enumerate(("[THINK]", "[/THINK]"))]
-    tokenizer = builtin_tokenizer.extended(added)
+    """What looks like a call in the reasoning is none; what follows the reasoning is text or a whole call."""
+    first, tokenizer = builtin_tokenizer.vocab_size, builtin_tokenizer
+    if is_special:
+        tokenizer = tokenizer.extended([AddedToken(first, "[THINK]", True), AddedToken(first + 1, "[/THINK]", True)])
     tools = [Tool("clock", {"type": "object"}, is_strict=True)]
-    reasoning = ReasoningTokens(first, first + 1, is_open)
-    compiled = await _compiled(tokenizer, form.unforced_grammar(tools, tokenizer, reasoning))
+    grammar = Markers("[THINK]", "[/THINK]").in_front_of(
+        form.unforced_grammar(tools, tokenizer), tokenizer, is_open=is_open
+    )
+    compiled = await compiled_grammar(tokenizer, grammar)
     before, after = form.list_of[0] + form.around[0], form.around[1] + form.list_of[1]
     good = (form.marker if form.forces_marker else "") + before + call_of(form, "clock", "{}") + after
-    texts = ["Noon.", "[THINK]Hm.[/THINK]Noon.", "\n[THINK]Hm.", f"[THINK]Hm {form.marker}.[/THINK]{good}", good]
-    if_open, bad = ["Hm.[/THINK]Noon.", f"Hm.[/THINK]{good}"], good.replace("clock", "nobody")
-    assert [text for text in texts if not _written(compiled, tokenizer, text)] == []
-    assert [_written(compiled, tokenizer, text) for text in if_open] == [is_open] * 2
-    refused = [f"[THINK]Hm.[/THINK]{bad}", "No.[THINK]Hm.[/THINK]Noon.", "[THINK]a[/THINK]b[/THINK]"]
-    assert [text for text in refused if _written(compiled, tokenizer, text)] == []
+    bad, reasoning = good.replace("clock", "nobody"), f"\n[THINK]Hm {form.marker}.[/THINK]"
+    assert [rest for rest in ("Noon.", good, "\n\nNoon.") if not allows(compiled, tokenizer, reasoning + rest)] == []
+    assert [rest for rest in ("[THINK]Hm.", reasoning + bad) if allows(compiled, tokenizer, rest)] == []
+    assert [allows(compiled, tokenizer, rest) for rest in ("Noon.", good, bad)] == [not is_open, not is_open, False]
+    if is_open:
+        assert allows(compiled, tokenizer, f"Hm {form.marker}.[/THINK]{good}")
+    if is_special:
+        for text in ("No.[THINK]Hm.[/THINK]Noon.", "[THINK]a[/THINK]b[/THINK]"):
+            assert not allows(compiled, tokenizer, text), "no text has these tokens"
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13], ids=["hermes", "mistral", "mistral-13"])
@@ -352,30 +357,13 @@ async def test_an_answer_is_json_by_a_schema_or_calls(
         for name, arguments in (("get_weather", '{"city": "Köln"}'), ("clock", '{"any": [1]}'))
     )
     grammar = form.grammar_beside(json_of(schema, "response_format"), tools, parallel, builtin_tokenizer)
-    compiled = await _compiled(builtin_tokenizer, grammar)
+    compiled = await compiled_grammar(builtin_tokenizer, grammar)
     texts = ['{"sky": "blue"}', written(good), written(other)]
     bad = ["", "It is blue.", "{}", '{"sky": "red"}', '{"sky": "blue"} ' + written(good), "So: " + written(good)]
     bad += [written(good.replace("Köln", "Rome")), written(other.replace("clock", "nobody")), written(good)[:-1]]
     (texts if parallel and form.between is not None else bad).append(written(good, other))
-    assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
-    assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in texts if not allows(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in bad if allows(compiled, builtin_tokenizer, text)] == []
     names = [part.name for text in texts for part in read(form, [text]) if isinstance(part, ToolCall)]
     assert names[:2] == ["get_weather", "clock"]
     assert grammar.param == "response_format"
-
-
-async def _compiled(tokenizer: Tokenizer, grammar: Any) -> CompiledGrammar:
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-    async with aclosing(compiler):
-        return await compiler.compile(grammar)
-
-
-def _written(compiled: Any, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the grammar allows the text, spelled as the tokenizer does, and its end."""
-    state = compiled.begin()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        mask = state.allowed()
-        if not mask[token // 32] >> token % 32 & 1:
-            return False
-        state.advance(token)
-    return state.is_over or any(state.allowed()[end // 32] >> end % 32 & 1 for end in tokenizer.eos_token_ids)
