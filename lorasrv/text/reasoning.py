@@ -5,6 +5,7 @@ Qwen 3, SmolLM3 and models distilled from DeepSeek-R1 begin an answer with `<thi
 rest of the reasoning, or both markers, so the model writes no reasoning.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +58,8 @@ class Markers:
             _rule_up_to("thought", "TEXT", self.end, tokenizer),
             r"BLANK: /\s{0,2}/",
             r"BREAKS: /\n{1,2}/",
-            r"TEXT: /(.|\n)*/",
+            # Without the marker, which ends the reasoning for a reader also where text spells a special token.
+            rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_escaped(self.end)}(.|\n)*/",
         )
         return replace(grammar, preamble="\n".join(rules), begins_freely=is_open or grammar.begins_freely)
 
@@ -73,6 +75,11 @@ class Markers:
         """Return how the continuation of a message begins: inside its reasoning, or else in its content."""
         is_open = text.lstrip().startswith(self.begin) and self.end not in text
         return PromptEnd.OPEN if is_open else PromptEnd.CLOSED
+
+
+def _escaped(text: str) -> str:
+    """Return the regular expression of a text, to put it between Lark's slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def _rule_up_to(name: str, before: str, marker: str, tokenizer: Tokenizer) -> str:

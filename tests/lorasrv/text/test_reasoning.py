@@ -208,3 +208,8 @@ async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
         assert is_allowed(reasoning.lstrip().removeprefix("<think>") + answer) == is_open
     assert is_allowed(answer) != is_open
     assert not is_allowed("<think>" + answer)
+    state = compiled.begin()
+    begun = tokenizer.encode("<think>a", add_special_tokens=False)
+    for token in (*begun, *builtin_tokenizer.encode(THINK.end, add_special_tokens=False)):
+        state.advance(token)
+    assert bool(state.error) == bool(is_special), "a reader would take the spelled marker for the special token"
