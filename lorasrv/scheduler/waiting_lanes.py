@@ -153,7 +153,7 @@ class WaitingLanes:
         self._blocked: dict[Blocker, LaneOrder] = {}
         # Where each lane is, except those that a step is checking.
         self._homes: dict[Lane, _KeyLanes] = {}
-        # Lanes that were opened to be loaded.
+        # Lanes whose turn to be loaded came in this step.
         self._tried: list[Lane] = []
         # Lanes whose adapter has changed its state, and blockers that may release lanes.
         self._moved: dict[Lane, None] = {}
@@ -180,12 +180,12 @@ class WaitingLanes:
 
     def are_held_back(self, key: AdapterKey) -> bool:
         """Return whether requests wait for an adapter, but all of them are blocked by something else first."""
-        blockers = [self._homes[lane].order.blocker for lane in self._of_adapter.get(key, ())]
-        return bool(blockers) and not any(blocker is None or blocker.is_of_adapter for blocker in blockers)
+        lanes = self._of_adapter.get(key, ())
+        return bool(lanes) and all(map(self._is_held_back, lanes))
 
     def wake_s(self) -> float | None:
         """Return when a step has lanes to check even without an event; None if no time is known."""
-        if self._relieved or self._moved:
+        if self._relieved or self._moved or self._may_load_others:
             return 0.0
         while self._wake_times and self._wake_times[0][1] not in self._blocked:
             heapq.heappop(self._wake_times)
@@ -374,12 +374,24 @@ class WaitingLanes:
             if not order.num_lanes:
                 del self._blocked[HOST_MEMORY]
             del self._homes[best]
+            self._tried.append(best)
             if self._is_on_disk(best) and Blocker.of_key(best.name.principal) not in self._blocked:
                 self._open_lane(best)
-                self._tried.append(best)
                 num_bytes += nbytes
             else:
                 self._file(best)
+
+    @property
+    def _may_load_others(self) -> bool:
+        """Return whether lanes wait for the host memory that others, now gone or blocked by something else, would have
+        used."""
+        return self.wait_for_host_memory and any(map(self._is_held_back, self._tried))
+
+    def _is_held_back(self, lane: Lane) -> bool:
+        """Return whether a lane is gone, or blocked by something other than its adapter."""
+        home = self._homes.get(lane)
+        blocker = None if home is None else home.order.blocker
+        return home is None or not (blocker is None or blocker.is_of_adapter)
 
     def _is_on_disk(self, lane: Lane) -> bool:
         return self._adapter_blocker(lane) is HOST_MEMORY

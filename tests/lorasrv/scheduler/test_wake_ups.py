@@ -54,6 +54,20 @@ def test_a_limit_of_a_request_that_ends_by_its_timeout(limits: Limits) -> None:
         assert names(step) == ["second"]
 
 
+@pytest.mark.parametrize(("memory", "count"), [(ONE_ADAPTER, 1), (AMPLE, 20)])
+def test_host_memory_of_requests_that_their_key_holds_back(memory: MemoryOptions, count: int) -> None:
+    bench = Bench(pages=64, step_s=0.0, memory=memory, options={"key_limits": Limits(tokens_per_s=1.0)})
+    bench.add("first", max_tokens=100, principal="k")
+    bench.step()
+    for number in range(count):
+        bench.add(f"mine {number}", key=A, adapter_id=f"a{number}", principal="k")
+    bench.add("other", key=B, principal="else")
+    while not bench.loading:
+        step = bench.step()
+        assert not sleeps(bench, step)
+    assert bench.loading == {B}
+
+
 def test_the_adapters_of_a_sum_that_are_evicted_to_begin_anew() -> None:
     """No run of the pool is long enough for the second, because the first lies in its middle."""
 
