@@ -54,6 +54,11 @@ class Blocker(NamedTuple):
         return cls("prompt", first)
 
     @classmethod
+    def of_group(cls, beam: Request) -> "Blocker":
+        """Return the other beams of a group, which a beam that has offered waits for."""
+        return cls("group", beam.message.fork_of or beam.request_id)
+
+    @classmethod
     def of_snapshot(cls, name: SnapshotName) -> "Blocker":
         """Return a snapshot that is being restored, with which requests begin."""
         return cls("snapshot", name.file)

@@ -316,6 +316,7 @@ class Scheduler:
             self._allocator.settle(request)
             if scheduled.samples:
                 self._beams.offer(request, output.logprobs[scheduled.request_id][0].top)
+                self._queue.lanes.relieve(Blocker.of_group(request))
         self.speculator.take_results(output.drafted, output.probed, self._queue.requests)
         self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()

@@ -357,8 +357,8 @@ class StepPlanner:
         its lane until that changes."""
         if self._beams.must_wait(request, self._quotas.allow_together):
             self._beams.hold_back(request)
-            if not self._beams.is_of_running_group(request):
-                self._queue.lanes.block(request, BEAMS)
+            has_begun = self._beams.is_of_running_group(request)
+            self._queue.lanes.block(request, Blocker.of_group(request) if has_begun else BEAMS)
         elif (found := self._quotas.blocker(request)) is not None:
             self._throttle(request, *found, state)
         elif self._waits_for_parent(request):

@@ -7,7 +7,8 @@ not depend on how many requests wait. The reasons are
 - its adapter is being loaded or copied, or waits for host memory before it can be loaded;
 - the snapshot that it begins with is being restored;
 - a limit of its adapter or key, until a request of that account leaves the batch or the rate allows more;
-- the first choice of its prompt is not computed, another group of beams runs, or the step has no prompt rows left.
+- the first choice of its prompt is not computed, the step has no prompt rows left, another group of beams runs, or the
+  other beams of its group are to offer their next tokens.
 
 A limit on a key's running requests or rate blocks all lanes of the key at once. If one event affects many lanes, at
 most `MAX_MOVED` of them are updated per step.

@@ -68,6 +68,22 @@ def test_host_memory_of_requests_that_their_key_holds_back(memory: MemoryOptions
     assert bench.loading == {B}
 
 
+def test_host_memory_of_a_beam_that_waits_for_another_one() -> None:
+    """It has computed all that it needs; its adapter is to be loaded for the other one."""
+    bench = Bench(pages=64, memory=ONE_ADAPTER)
+    bench.add_beams("beam", prompt=5, max_tokens=4, width=2, key=B)
+    bench.step()
+    bench.bring(B)
+    while "beam" not in names(bench.step()):
+        pass
+    [beam] = bench.scheduler._queue.running
+    bench.scheduler._planner.preempt(beam)
+    bench.accounts.adapter_manager.evict(B)
+    bench.add("other", key=A, max_tokens=1)
+    bench.run(60)
+    assert set(bench.ends()) == {"beam", "beam.1", "other"}
+
+
 def test_the_adapters_of_a_sum_that_are_evicted_to_begin_anew() -> None:
     """No run of the pool is long enough for the second, because the first lies in its middle."""
 
