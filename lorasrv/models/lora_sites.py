@@ -141,7 +141,7 @@ def adapter_layout(
     size = CODE_BYTES if adapter.stored == INT8 else itemsize
     head, embedding = (ranks.get((spec.num_layers, name), 0) for name in (HEAD, spec.names.embedding))
     ends = ends_layout(spec, head, embedding, size)
-    rows = _rows(spec, _most_tokens(spec, adapter) if row_tokens is None else row_tokens, itemsize)
+    rows = rows_layout(spec, _most_tokens(spec, adapter) if row_tokens is None else row_tokens, itemsize)
     return _layout(spec, lambda layer, module: ranks.get((layer, module), 0), size, _vectors(spec, adapter), ends, rows)
 
 
@@ -150,11 +150,14 @@ def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
     return _layout(spec, lambda layer, module: rank, itemsize)
 
 
-def with_everything(spec: ModelSpec, layout: AdapterLayout, rank: int) -> AdapterLayout:
-    """Return the layout of an adapter that also scales and shifts every output, with this rank outside the layers."""
+def with_everything(spec: ModelSpec, layout: AdapterLayout, rank: int, block_rows: int) -> AdapterLayout:
+    """Return the layout of an adapter that also scales and shifts every output, with this rank outside the layers, and
+    with as many own rows in each block, up to that of a token that the base lacks."""
     places = place_widths(spec)
     vectors = ((GAIN | SHIFT,) * len(places),) * layout.num_layers
-    return replace(layout, places=places, vectors=vectors, ends=ends_layout(spec, rank, rank, layout.itemsize))
+    tokens = np.arange(max(0, spec.vocab_size + 1 - block_rows * spec.num_slabs), spec.vocab_size + 1)
+    ends, rows = ends_layout(spec, rank, rank, layout.itemsize), rows_layout(spec, (tokens, tokens), layout.itemsize)
+    return replace(layout, places=places, vectors=vectors, ends=ends, rows=rows)
 
 
 def _layout(
@@ -204,8 +207,8 @@ def _most_tokens(spec: ModelSpec, adapter: AdapterSpec) -> tuple[TokenIds, Token
     return found[0], found[1]
 
 
-def _rows(spec: ModelSpec, tokens: tuple[TokenIds, TokenIds], itemsize: int) -> AdapterLayout | None:
-    """Return the layout of own rows: blocks of about equal size.
+def rows_layout(spec: ModelSpec, tokens: tuple[TokenIds, TokenIds], itemsize: int) -> AdapterLayout | None:
+    """Return the layout of own rows, of tokens of the head and of the embedding: blocks of about equal size.
 
     The number of blocks is a multiple of the number of slabs, or less than it.
     """

@@ -207,6 +207,9 @@ class _Changed:
     def dequantize(self) -> Tensor:
         return self._linear.dequantize() + self._change
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._linear.rows(ids) + self._change[ids]
+
 
 def _with_rounded(weights: ModelWeights, layers: range, index: int, form: CodeFormat) -> ModelWeights:
     """Return the model with one site of some layers rounded; `index` is its place in `ModelSpec.sites_of`."""

@@ -100,6 +100,9 @@ class _Watched:
     def dequantize(self) -> Tensor:
         return self._linear.dequantize()
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._linear.rows(ids)
+
 
 def with_linears(layer: LayerWeights, linears: Sequence[Linear]) -> LayerWeights:
     """Return a layer with other linears, in the order of `ModelSpec.sites_of`."""

@@ -87,13 +87,13 @@ def _differ(
 ) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield, chunk by chunk, whether each row differs from the base's."""
     is_head = own.module == HEAD and not base.spec.tied_head
-    table = base.head.dequantize() if is_head else None
+    rows_of_base = base.head.rows if is_head else base.embed
     prints = base.row_prints.get(HEAD if is_head else base.spec.names.embedding)
     device = base.final_norm.device
     for start in range(0, len(rows), CHUNK_ROWS):
         saved = _floats(rows[start : start + CHUNK_ROWS]).to(device)
         ids = torch.from_numpy(tokens[start : start + CHUNK_ROWS]).to(device)
-        served = base.embed(ids) if table is None else table[ids]
+        served = rows_of_base(ids)
         same = (saved == served).all(1) | (saved.to(dtype) == served).all(1)
         if prints is not None:
             same |= row_prints(saved) == prints[ids]

@@ -144,6 +144,11 @@ class Decoder:
         self._program = ops.program(self._stages(), self._shape(limits)) if self._can_be_recorded() else None
 
     @property
+    def weights(self) -> ModelWeights:
+        """Return the base model."""
+        return self._weights
+
+    @property
     def page_size(self) -> int:
         """Return the tokens of a page."""
         return self._memory.page_size

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lorasrv.metrics.step_stats import StepProfile
-from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.sampling.draft_verification import choose_tokens, probed_tokens
 from lorasrv.sampling.logits_processors import SamplingMetadata
@@ -123,11 +121,11 @@ class ModelRunner:
         if draft_layers:
             skipping = Decoder(weights, memory, limits, ops, draft_layers)
             self._models["layers"] = DraftRunner(skipping, self._batch, limits, has_own_cache=False)
-        # Spec, decoder and pool of the draft model.
-        self._drafting: tuple[ModelSpec, Decoder, DevicePool] | None = None
+        # Decoder and pool of the draft model.
+        self._drafting: tuple[Decoder, DevicePool] | None = None
         if draft_model is not None:
             decoder = Decoder(draft_model.weights, draft_model.memory, limits, ops)
-            self._drafting = draft_model.weights.spec, decoder, draft_model.memory
+            self._drafting = decoder, draft_model.memory
             self._models["model"] = DraftRunner(decoder, self._batch, limits, has_own_cache=True)
         self._draft_memory = None if draft_model is None else draft_model.memory
         if on_gpu:
@@ -151,19 +149,16 @@ class ModelRunner:
         """
         if self._graphs is None:
             return
-        from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels, compute
+        from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels, passes
         from sgmv_kernels.triton_ops.kernel_compiler import count_late
 
         limits, ops = self._limits, self._ops
         steps = WarmUpSteps(self._spec, self._memory, limits, max_rank, has_trees=has_trees)
-        passes = [partial(compute, step, self._decoder, self._memory, limits, ops) for step in steps.all()]
+        launches = passes(steps, self._decoder, self._memory, limits, ops)
         if self._drafting is not None:
-            spec, decoder, memory = self._drafting
-            passes += [
-                partial(compute, step, decoder, memory, limits, ops)
-                for step in WarmUpSteps(spec, memory, limits, 0).all()
-            ]
-        compile_kernels(passes, progress)
+            decoder, memory = self._drafting
+            launches += passes(WarmUpSteps(decoder.weights.spec, memory, limits, 0), decoder, memory, limits, ops)
+        compile_kernels(launches, progress)
         for step in steps.common():
             self._graphs.compute(step)
         self._late_kernels = count_late()

@@ -12,6 +12,7 @@ Source: steps of dummy requests before the server is ready, vLLM.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from adapter_store.spec import AdapterKey
 from lorasrv.kv_policy import SelectPolicy
-from lorasrv.models.lora_sites import site_dims, with_everything
+from lorasrv.models.lora_sites import BLOCK_ROWS, site_dims, with_everything
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ from lorasrv.worker.cuda_graphs import MIXED_ROWS, RANKS, buckets
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
 from sgmv_kernels.formats.adapter_panels import MAX_RANK, MAX_SLICES, AdapterLayout, LayerRanks, PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import ROOT
@@ -42,14 +44,14 @@ COMMON_RANKS = (0, 16)
 _ADAPTER = AdapterKey("warm-up")
 
 
-def compile_kernels(passes: Sequence[Callable[[], object]], progress: Progress) -> None:
-    """Compile and load every kernel that the passes launch, then run the passes, because libraries load their own
+def compile_kernels(launches: Sequence[Callable[[], object]], progress: Progress) -> None:
+    """Compile and load every kernel that these passes launch, then run them, because libraries load their own
     kernels."""
     with torch.inference_mode(), noted() as keys:
-        for run in passes:
+        for run in launches:
             run()
     load(keys, progress)
-    for run in passes:
+    for run in launches:
         run()
 
 
@@ -59,6 +61,21 @@ def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits:
     moves = [s.moves_along((len(s.draft_parents) - 1,)) for s in step.requests if s.draft_parents]
     if moves:
         memory.copy_slots(moves, ops)
+
+
+def passes(
+    steps: "WarmUpSteps", decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops
+) -> list[Callable[[], object]]:
+    """Return passes that launch every kernel of a model: those of its steps, and of the loads of adapters."""
+    computed = [partial(compute, step, decoder, memory, limits, ops) for step in steps.all()]
+    return [*computed, partial(read_base, decoder.weights)]
+
+
+def read_base(weights: ModelWeights) -> None:
+    """Read a row of each linear, as loads of adapters with DoRA or with own rows of the head do."""
+    row = torch.zeros(1, dtype=torch.int64, device=weights.final_norm.device)
+    for linear in (*(linear for layer in weights.layers for linear in layer.linears()), weights.head):
+        linear.rows(row)
 
 
 def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:
@@ -166,15 +183,20 @@ class WarmUpSteps:
         return tuple(max(0, min(highest, total - i * highest)) for i in range(slices))
 
     def _adapters(self) -> Iterator[PlacedAdapter | None]:
-        """Yield an adapter for every class of ranks; the slices of each site have the first of these ranks."""
+        """Yield an adapter for every class of ranks, and of own rows; the slices of each site have the first of these
+        ranks."""
         if not self._max_rank:
             yield None
             return
         slices = max(len(site.out_features) for site in self._spec.sites())
         totals = classes(self._table, "max_rank", slices * self._max_rank)
         highest = [*(rank for rank in EXPAND_RANKS if rank < self._max_rank), self._max_rank]
-        for ranks in sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)}):
-            yield self._placed(with_everything(self._spec, self._layout(ranks), ranks[0]))
+        kinds = sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)})
+        # Own rows of the head are ranks to the kernels.
+        blocks = classes(self._table, "max_rank", BLOCK_ROWS)
+        for at in range(max(len(kinds), len(blocks))):
+            ranks, rows = kinds[at % len(kinds)], blocks[at % len(blocks)]
+            yield self._placed(with_everything(self._spec, self._layout(ranks), ranks[0], rows))
 
     def _uniform(self, rank: int) -> PlacedAdapter | None:
         """Return an adapter whose slices all have this rank and which changes nothing else; None for rank 0."""

@@ -91,6 +91,9 @@ class AbsentHead:
     def dequantize(self) -> Tensor:
         raise KeyError(_ELSEWHERE)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        raise KeyError(_ELSEWHERE)
+
 
 class TableHead:
     """Compute the head with its own copy of the embedding, in models whose head is tied to it; see `Linear`."""
@@ -106,6 +109,9 @@ class TableHead:
 
     def dequantize(self) -> Tensor:
         return self._head.dequantize()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._head.rows(ids)
 
 
 @dataclass(frozen=True, slots=True)

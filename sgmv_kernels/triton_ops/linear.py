@@ -97,7 +97,7 @@ class TritonLinear:
         return -(-self.in_features // self.tile)
 
     def dequantize(self) -> Tensor:
-        return self._in_place(_unpack(self, None, self.out_features, torch.float32))
+        return self.rows(torch.arange(self.out_features, device=self.codes.device))
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._in_place(_unpack(self, ids, len(ids), torch.float32))

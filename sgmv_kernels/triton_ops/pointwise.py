@@ -138,7 +138,7 @@ def softcap_(x: Tensor, cap: float) -> None:
     rows, width = x.shape
     if rows and width:
         block = min(SILU_BLOCK, power_of_two(width))
-        _softcap_kernel[(rows, triton.cdiv(width, block))](x, cap, WIDTH=width, BLOCK=block, num_warps=4)
+        _softcap_kernel[(rows, triton.cdiv(width, block))](x, cap, width, BLOCK=block, num_warps=4)
 
 
 @kernel("rows", unaligned=("pages", "slots"))
@@ -321,10 +321,10 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(qkv + at, cast(normed, qkv.dtype.element_ty), mask=ok)
 
 
-@kernel()
-def _softcap_kernel(x, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@kernel("width")
+def _softcap_kernel(x, cap, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bound columns of one row."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * WIDTH + column
-    value = tl.load(x + at, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(x + at, cast(softened(value, cap), x.dtype.element_ty), mask=column < WIDTH)
+    at = tl.program_id(0).to(tl.int64) * width + column
+    value = tl.load(x + at, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(x + at, cast(softened(value, cap), x.dtype.element_ty), mask=column < width)

@@ -107,9 +107,11 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
         tables.panels_at,
         v.shape[1],
         v.shape[2],
+        y.stride(0),
     )
     constants = {
-        "ROW": y.stride(0),
+        # Else y is columns of logits, of which there are more in steps with added tokens.
+        "DENSE": y.stride(0) == y.shape[1],
         "N0": n0,
         "N1": n1,
         "N2": n2,
@@ -284,7 +286,7 @@ def _tile_of(  # type: ignore[no-untyped-def]
     return rank, width, column_at, rank_at, column, scale_panel, b_panel
 
 
-@kernel("permutation_at", "record_at", "panels_at", "num_rows")
+@kernel("permutation_at", "record_at", "panels_at", "num_rows", "row_stride")
 def _expand_kernel(  # type: ignore[no-untyped-def]
     y,
     v,
@@ -297,7 +299,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     panels_at,
     num_rows,
     rank_stride,
-    ROW: tl.constexpr,
+    row_stride,
+    DENSE: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -333,7 +336,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     plane = tl.arange(0, PLANES_PAD)
     plane_ok = plane < PLANES
     v_rows = v + (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)[:, :, None] * rank_stride + rank_at
-    target = y + rows[:, None] * ROW + (column_at + column)[None, :]
+    target = y + rows[:, None] * (N0 + N1 + N2 if DENSE else row_stride) + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
     # A loop with one iteration is removed, and all its loads are issued at once.
@@ -354,7 +357,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, cast(total, y.dtype.element_ty), mask=ok)
 
 
-@kernel("permutation_at", "record_at", "panels_at", "num_rows")
+@kernel("permutation_at", "record_at", "panels_at", "num_rows", "row_stride")
 def _expand_few_kernel(  # type: ignore[no-untyped-def]
     y,
     v,
@@ -367,7 +370,8 @@ def _expand_few_kernel(  # type: ignore[no-untyped-def]
     panels_at,
     num_rows,
     rank_stride,
-    ROW: tl.constexpr,
+    row_stride,
+    DENSE: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -400,7 +404,7 @@ def _expand_few_kernel(  # type: ignore[no-untyped-def]
     places = (begin + m[:, None] + num_rows * plane[None, :]).to(tl.int64)
     v_rows = v + places[:, :, None] * rank_stride + (rank_at + r)[None, None, :]
     b_at = (r * width)[:, None] + column[None, :]
-    target = y + rows[:, None] * ROW + (column_at + column)[None, :]
+    target = y + rows[:, None] * (N0 + N1 + N2 if DENSE else row_stride) + (column_at + column)[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     total = tl.load(target, mask=ok, other=0.0).to(tl.float32)
     # With few ranks, all loads are issued at once.

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -35,13 +36,13 @@ MAX_LEN, MAX_ROWS, SLOTS, MAX_RANK, PAGES = 2048, 2048, 256, 256, 400
 DRY_KERNELS = 3
 
 
-def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[Any, Any]:
-    """Return (compute, steps) of a warm-up: what decides about kernels is in one layer."""
+def passes_of(quantization: str, kv_format: str, device: torch.device) -> Sequence[Callable[[], object]]:
+    """Return the passes of a warm-up: what decides about kernels is in one layer."""
     from gpu_step import SPEC, random_weights
 
     from lorasrv.worker.decoder import Decoder, DecoderLimits
     from lorasrv.worker.device_pool import DevicePool
-    from lorasrv.worker.warm_up import WarmUpSteps, compute
+    from lorasrv.worker.warm_up import WarmUpSteps, passes
     from sgmv_kernels.formats.kv_format import KV_FORMATS
     from sgmv_kernels.ops import Ops
 
@@ -49,11 +50,7 @@ def steps_of(quantization: str, kv_format: str, device: torch.device) -> tuple[A
     memory = DevicePool(spec, PAGES, 16, KV_FORMATS[kv_format], device, scratch=True)
     limits = DecoderLimits(MAX_LEN, MAX_ROWS, SLOTS, torch.bfloat16, torch.bfloat16)
     decoder = Decoder(random_weights(spec, ops, quantization, torch.bfloat16), memory, limits, ops)
-
-    def run(step: Any) -> None:
-        compute(step, decoder, memory, limits, ops)
-
-    return run, WarmUpSteps(spec, memory, limits, MAX_RANK, has_trees=True).all()
+    return passes(WarmUpSteps(spec, memory, limits, MAX_RANK, has_trees=True), decoder, memory, limits, ops)
 
 
 def compiled(key: Any) -> Any:
@@ -85,10 +82,9 @@ def main() -> None:
     kernel_compiler.MOST_PROCESSES = MOST_COMPILERS
     held: dict[Any, str] = {}
     for quantization, kv_format in FORMATS:
-        run, steps = steps_of(quantization, kv_format, device)
         with torch.inference_mode(), kernel_compiler.noted() as keys:
-            for step in steps:
-                run(step)
+            for run in passes_of(quantization, kv_format, device):
+                run()
         held |= {key: f"{quantization}, {kv_format} pages" for key in keys if key not in held}
     wanted = list(held)[:DRY_KERNELS] if DRY_RUN else list(held)
     started = time.perf_counter()

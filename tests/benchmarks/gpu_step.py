@@ -58,6 +58,9 @@ class PackedBase:
     def dequantize(self) -> torch.Tensor:
         return self._packed.dequantize()
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._packed.rows(ids)
+
 
 def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dtype) -> ModelWeights:
     """Make random weights as a server holds them: embedding and head are int8 unless nothing is quantized."""
@@ -71,12 +74,14 @@ def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dt
         levels = FORMATS[quantization]
         return PackedBase(ops, ops.pack_linear(random_codes(out, width, levels, ops.device, group_of(levels, GROUP))))
 
-    def layer() -> LayerWeights:
-        norm = torch.ones(spec.hidden_size, device=ops.device)
-        qkv, o, gate_up, down = (linear(sum(site.out_features), site.in_features) for site in spec.sites())
-        return LayerWeights(qkv, o, gate_up, down, norm, norm)
+    def layer(index: int) -> LayerWeights:
+        qkv, o, gate_up, down = (linear(sum(site.out_features), site.in_features) for site in spec.sites_of(index))
+        norms: dict[str, Any] = {
+            name: torch.ones(width, device=ops.device) for name, (_, width) in spec.norms(index).items()
+        }
+        return LayerWeights(qkv, o, gate_up, down, **norms)
 
-    layers = tuple(layer() for _ in range(spec.num_layers))
+    layers = tuple(map(layer, range(spec.num_layers)))
     head = linear(spec.vocab_size, spec.hidden_size, "bf16" if quantization == "bf16" else "int8")
     embed = FloatEmbedding(floats(spec.vocab_size, spec.hidden_size))
     return ModelWeights(spec, embed, layers, torch.ones(spec.hidden_size, device=ops.device), head, "random")

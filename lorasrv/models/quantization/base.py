@@ -42,6 +42,10 @@ class Linear(Protocol):
         """Return the weights that the arithmetic uses, exactly, [O, H] fp32."""
         ...
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows of `dequantize`, ids [N] int64 -> [N, H] fp32."""
+        ...
+
 
 class Embedding(Protocol):
     """Hold a stored [V, H] table."""

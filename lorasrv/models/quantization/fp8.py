@@ -32,6 +32,9 @@ class Fp8Linear:
     def dequantize(self) -> Tensor:
         return self._values.float() * self._scales
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._values.view(torch.uint8)[ids].view(self._values.dtype).float() * self._scales[ids]
+
 
 class Fp8Format(QuantFormat):
     """Pack `--quantization fp8`. A tied head is quantized beside the embedding.

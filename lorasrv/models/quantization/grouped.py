@@ -43,6 +43,9 @@ class GroupQuantLinear:
     def dequantize(self) -> Tensor:
         return self._packed.dequantize()
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._packed.rows(ids)
+
 
 class GroupQuantEmbedding:
     """Look up rows of packed codes; see `Embedding`."""

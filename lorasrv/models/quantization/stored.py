@@ -36,6 +36,9 @@ class SideBySideLinear:
     def dequantize(self) -> Tensor:
         return torch.cat([part.dequantize() for part in self._parts])
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.dequantize()[ids]
+
 
 class StoredFormat(QuantFormat):
     """Keep the codes of checkpoints of one method; a subclass names it."""

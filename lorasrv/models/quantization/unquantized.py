@@ -32,6 +32,9 @@ class FloatLinear:
     def dequantize(self) -> Tensor:
         return self._weight.float()
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._weight[ids].float()
+
 
 class FloatEmbedding:
     """Look up rows of floats [V, H]; see `Embedding`."""

@@ -240,12 +240,12 @@ def test_a_table_over_the_limit_is_refused_with_its_size(
 
 
 def test_rows_are_blocks_of_about_equal_size_in_all_slabs(tiny_hf_checkpoints: Any, tmp_path: Path) -> None:
-    from lorasrv.models.lora_sites import BLOCK_ROWS, LEAST_ROWS, _rows
+    from lorasrv.models.lora_sites import BLOCK_ROWS, LEAST_ROWS, rows_layout
 
     spec = open_checkpoint(str(tiny_hf_checkpoints["llama"](vocab_size=397))).spec
     for vocab, slabs, counts in ((397, 3, (0, 397)), (397, 3, (17, 1)), (397, 3, (100, 384))):
         tokens = tuple(np.arange(count) for count in counts)
-        layout = _rows(spec, tokens, 4)
+        layout = rows_layout(spec, tokens, 4)
         assert layout is not None
         assert layout.num_layers % slabs == 0
         for site, count in enumerate(counts):
@@ -255,17 +255,17 @@ def test_rows_are_blocks_of_about_equal_size_in_all_slabs(tiny_hf_checkpoints: A
             assert max(sizes) <= min(BLOCK_ROWS, max(LEAST_ROWS, -(-count // slabs)))
 
 
-def test_one_head_at_a_time_is_dequantized_for_loads() -> None:
-    """A head in fp32 is gigabytes, and adapters are read by several threads."""
+def test_one_load_at_a_time_reads_rows_of_the_head() -> None:
+    """Rows in fp32 take memory, and adapters are read by several threads."""
     now, most = [0], [0]
 
     class Head:
-        def dequantize(self) -> torch.Tensor:
+        def rows(self, ids: torch.Tensor) -> torch.Tensor:
             now[0] += 1
             most[0] = max(most[0], now[0])
             time.sleep(0.05)
             now[0] -= 1
-            return torch.zeros(8, 4)
+            return torch.zeros(len(ids), 4)
 
     names = SimpleNamespace(embedding="model.embed_tokens")
     spec = SimpleNamespace(vocab_size=8, hidden_size=4, tied_head=False, names=names)

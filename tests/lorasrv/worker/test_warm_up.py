@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,29 +22,55 @@ pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 META = torch.device("meta")
 OTHERS = ("int8", "bf16")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # As Gemma 2, with a vocabulary that is no multiple of 16.
+    "capped": {
+        "vocab_size": 50_003,
+        "activation": "gelu_tanh",
+        "head_dim": 256,
+        "post_norms": True,
+        "sliding_window": 512,
+        "windowed_layers": (True, False),
+        "attn_softcap": 50.0,
+        "final_softcap": 30.0,
+        "embedding_scale": 64.0,
+    },
+    # As OLMo 2.
+    "normed": {"pre_norms": False, "post_norms": True, "qk_norm": True, "wide_qk_norm": True},
+    # As MPT.
+    "plain": {"norm": "layer", "activation": "gelu", "gated": False, "alibi_max": 8.0},
+    # A layer that reads the keys and values of another, and does not rotate, with norms of heads.
+    "shared": {"kv_source_layers": (0, 0), "unrotated_layers": (False, True), "qk_norm": True, "residual_scale": 0.5},
+}
+"""Changes of Llama-3-8B's shape, of two layers."""
 SLOTS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_format", "max_rank"),
+    ("quantization", "kv_format", "max_rank", "model"),
     [
-        ("int4", "bfloat16", MAX_RANK),
-        pytest.param("q3h", "k8v4", MAX_RANK, marks=pytest.mark.long),
-        *(pytest.param(of, "bfloat16", MAX_RANK, marks=pytest.mark.exhaustive) for of in OTHERS),
-        pytest.param("int4", "int8", MAX_RANK, marks=pytest.mark.exhaustive),
+        ("int4", "bfloat16", MAX_RANK, "llama"),
+        ("int4", "bfloat16", MAX_RANK, "capped"),
+        pytest.param("q3h", "k8v4", MAX_RANK, "llama", marks=pytest.mark.long),
+        *(pytest.param(of, "bfloat16", MAX_RANK, "llama", marks=pytest.mark.exhaustive) for of in OTHERS),
+        pytest.param("int4", "int8", MAX_RANK, "llama", marks=pytest.mark.exhaustive),
         # Between two ranks of graphs, which round it up.
-        pytest.param("int4", "bfloat16", 24, marks=pytest.mark.long),
+        pytest.param("int4", "bfloat16", 24, "llama", marks=pytest.mark.long),
         # A model that only drafts.
-        pytest.param("int8", "int8", 0, marks=pytest.mark.exhaustive),
+        pytest.param("int8", "int8", 0, "llama", marks=pytest.mark.exhaustive),
+        *(pytest.param("int4", "bfloat16", 16, of, marks=pytest.mark.long) for of in ("normed", "plain", "shared")),
     ],
 )
 def test_a_day_of_mixed_steps_needs_no_other_kernel(
-    quantization: str, kv_format: str, max_rank: int, tmp_path: Path
+    quantization: str, kv_format: str, max_rank: int, model: str, tmp_path: Path
 ) -> None:
-    told = _run("day", quantization, kv_format, str(max_rank), cache=tmp_path)
+    told = _run("day", quantization, kv_format, str(max_rank), model, cache=tmp_path)
     assert told["warm"] > 20
     assert told["late"] == []
-    assert told["kinds"] == ({"vectors", "ends", "codes", "chains", "trees", "observed"} if max_rank else set())
+    kinds = {"vectors", "ends", "codes", "rows", "sums", "chains", "trees"}
+    kinds |= set() if model in ("capped", "plain") else {"observed"}
+    assert told["kinds"] == (kinds if max_rank else set())
 
 
 def test_steps_that_are_hardly_longer_than_a_tree(tmp_path: Path) -> None:
@@ -69,9 +96,11 @@ def _run(*arguments: str, cache: Path) -> Any:
 
 
 class Server:
-    """A decoder of Llama-3-8B's shape, of two layers, with graphs that are not replayed."""
+    """A decoder of about Llama-3-8B's shape, of two layers, with graphs that are not replayed."""
 
-    def __init__(self, quantization: str, kv_format: str = "bfloat16", max_rank: str = str(MAX_RANK)) -> None:
+    def __init__(
+        self, quantization: str, kv_format: str = "bfloat16", max_rank: str = str(MAX_RANK), model: str = "llama"
+    ) -> None:
         from gpu_cases import random_codes
         from gpu_step import SPEC, random_weights
 
@@ -83,7 +112,7 @@ class Server:
         from sgmv_kernels.formats.kv_format import KV_FORMATS
         from sgmv_kernels.ops import Ops
 
-        spec, ops = replace(SPEC, num_layers=2), Ops(META, "triton")
+        spec, ops = replace(SPEC, num_layers=2, **MODELS[model]), Ops(META, "triton")
         weights = random_weights(spec, ops, quantization, torch.bfloat16)
         table = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
         self.memory = DevicePool(spec, 4000, 16, KV_FORMATS[kv_format], META, scratch=True)
@@ -101,9 +130,14 @@ class Server:
 
         compute(step, self.decoder, self.memory, self.limits, self.ops)
 
+    def passes(self) -> Any:
+        from lorasrv.worker.warm_up import passes
+
+        return passes(self.warm_up, self.decoder, self.memory, self.limits, self.ops)
+
     def random_adapter(self, chance: random.Random) -> Any:
-        """Return a layout of random ranks, of codes or numbers, some with gains and shifts, and some with ends."""
-        from lorasrv.models.lora_sites import site_dims, with_everything
+        """Return a layout of random ranks, of codes or numbers, some with gains and shifts, ends, or own rows."""
+        from lorasrv.models.lora_sites import rows_layout, site_dims, with_everything
         from sgmv_kernels.formats.adapter_panels import CODE_BYTES, AdapterLayout
 
         ranks = tuple(
@@ -111,13 +145,18 @@ class Server:
             for site in self.spec.sites()
         )
         itemsize = chance.choice((2, 2, CODE_BYTES))
-        layout = AdapterLayout(site_dims(self.spec), (ranks,) * self.spec.num_layers, itemsize)
-        more = with_everything(self.spec, layout, chance.randint(1, self.max_rank))
+        sizes = site_dims(self.spec), (ranks,) * self.spec.num_layers, itemsize, self.spec.kv_slabs
+        layout = AdapterLayout(*sizes)
+        more = with_everything(self.spec, layout, chance.randint(1, self.max_rank), 1)
         if chance.random() < 0.3:
             layout = replace(layout, vectors=more.vectors, places=more.places)
         if chance.random() < 0.3:
             layout = replace(layout, ends=more.ends)
-        has = {"vectors": layout.vectors, "ends": layout.ends, "codes": itemsize == CODE_BYTES}
+        elif chance.random() < 0.5:
+            # Some of them of tokens that the base lacks.
+            tokens = np.arange(chance.randint(1, 3000)) + self.spec.vocab_size - chance.randint(2000, 9000)
+            layout = replace(layout, rows=rows_layout(self.spec, (tokens, tokens), 2))
+        has = {"vectors": layout.vectors, "ends": layout.ends, "rows": layout.rows, "codes": itemsize == CODE_BYTES}
         self.kinds |= {kind for kind, there in has.items() if there}
         return layout
 
@@ -160,11 +199,23 @@ class Server:
             key = chance.choice((None, *placements))
             pages = tuple(chance.randint(0, 3999) for _ in range(-(-(start + count) // 16)))
             rest = (pages, key, chance.random() < 0.9 or count == 1, SamplingParams(), 0)
-            requests.append(ScheduledRequest(str(number), (1,) * count, start, *rest, prompt_rows=asked))
-        used = {scheduled.adapter_key for scheduled in requests}
+            terms = [name for name, own in placements.items() if not own.layout.vectors and not own.layout.rows]
+            summed = tuple((name, 0.5) for name in terms) if len(terms) > 1 and chance.random() < 0.2 else ()
+            self.kinds |= {"sums"} if summed else set()
+            requests.append(ScheduledRequest(str(number), (1,) * count, start, *rest, prompt_rows=asked, summed=summed))
+        used = {key for scheduled in requests for key, _ in scheduled.terms}
         return SchedulerOutput(
             tuple(requests), {k: p for k, p in placements.items() if k in used}, (), AdapterOrders(), 0
         )
+
+    def load_adapters(self) -> None:
+        """Do with the base what loads of adapters with DoRA and with own rows of the tables do."""
+        ids = torch.arange(500, device=META)
+        for layer in self.decoder.weights.layers:
+            for linear in layer.linears():
+                linear.dequantize()
+        self.decoder.weights.head.rows(ids)
+        self.decoder.weights.embed(ids)
 
 
 def observed(step: Any) -> Any:
@@ -180,16 +231,18 @@ def day(server: Server) -> dict[str, Any]:
     from sgmv_kernels.triton_ops.kernel_compiler import noted
 
     with torch.inference_mode(), noted() as warm:
-        for step in server.warm_up.all():
-            server.compute(step)
+        for run in server.passes():
+            run()
     chance = random.Random(0)
     with torch.inference_mode(), noted() as met:
         mixed = (server.warm_up._mixed(rows, server.max_rank) for rows in (300, 600))
         for step in (*server.warm_up.common(), *mixed):
             assert server.graphs.compute(step) is not None
+        server.load_adapters()
+        observes = server.max_rank and server.spec.why_no_kv_policy is None
         for number in range(STEPS):
             step = server.random_step(chance)
-            if server.max_rank and number % 4 == 0:
+            if observes and number % 4 == 0:
                 step = observed(step)
                 server.kinds.add("observed")
             elif server.max_rank and number % 4 in (1, 2):
