@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,13 +20,19 @@ from typing import Any
 
 from gpu_cases import DRY_RUN, emit, need_gpu
 
+from lorasrv.models.families import SPEC_DIR
+
 HELD = Path(__file__).resolve().parents[2] / "build" / "gpu" / "answers"
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", WIDE),
-    **{name: (name, {}) for name in ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mpt", "phi3")},
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    # Only positions before the scaling begins are served: as many as the prompts have with their answers.
+    "ministral3": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
 }
-"""Family and changes of its configuration by name of the folder."""
+"""Changes of the configuration of a family's tiny model."""
+FAMILIES = sorted((path.stem for path in SPEC_DIR.glob("*.toml")), key=lambda name: (name != "llama", name))
+"""All families; llama, the first, has more adapters and engines."""
 ADAPTERS: dict[str, dict[str, Any]] = {"plain": {}, "dora": {"use_dora": True, "r": 7}}
 MORE_ADAPTERS = ADAPTERS | {
     "large": {"r": 40, "use_rslora": True},
@@ -66,9 +73,9 @@ def make() -> None:
     from served_logits import last_logits
     from tiny_checkpoints import write_tiny
 
-    for name, (family, changes) in MODELS.items():
+    for name in FAMILIES:
         folder = HELD / name
-        write_tiny(folder / "model", family, **changes)
+        write_tiny(folder / "model", name, **CHANGES.get(name, {}))
         oracles = PeftOracles(folder / "model", folder, MORE_ADAPTERS if name == "llama" else ADAPTERS)
         answers = []
         for adapter, prompt in ((adapter, prompt) for adapter in oracles.models for prompt in PROMPTS):
@@ -93,8 +100,12 @@ def engine(folder: Path, options: dict[str, Any]) -> Any:
         spec = read_model_shape(str(folder / "model")).spec
         page_bytes = 2 * 16 * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
         options["pages"] = -(-options["pages"] * page_bytes // BLOCK)
-    adapters = {path.name: path for path in sorted(folder.iterdir()) if (path / "adapter_config.json").exists()}
-    return offline_engine(folder / "model", adapters, **options)
+    return offline_engine(folder / "model", adapters_of(folder), **options)
+
+
+def adapters_of(folder: Path) -> dict[str, Path]:
+    """Return the adapters of a model, by name."""
+    return {path.name: path for path in sorted(folder.iterdir()) if (path / "adapter_config.json").exists()}
 
 
 def exact(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
@@ -105,11 +116,13 @@ def exact(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
     greedy = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
     with engine(folder, options) as llm:
         got = llm.generate([one["prompt"] for one in answers], greedy, [one["adapter"] for one in answers])
-    same = 0
-    for one, told in zip(answers, got, strict=True):
-        sure = next((at for at, (lead, _) in enumerate(one["leads"]) if lead < TIE), COUNT)
-        same += list(told.token_ids[:sure]) == one["tokens"][:sure]
-    return same, len(answers)
+    return sum(is_same(one, told.token_ids) for one, told in zip(answers, got, strict=True)), len(answers)
+
+
+def is_same(answer: dict[str, Any], tokens: Sequence[int]) -> bool:
+    """Return whether tokens are those of PEFT's answer, up to its first tie."""
+    sure = next((at for at, (lead, _) in enumerate(answer["leads"]) if lead < TIE), COUNT)
+    return list(tokens[:sure]) == answer["tokens"][:sure]
 
 
 def moved(folder: Path, options: dict[str, Any], least: float) -> tuple[int, int]:
@@ -150,7 +163,7 @@ def main() -> int:
         make()
         return 0
     need_gpu()
-    folders = [folder for name in MODELS if (folder := HELD / name).is_dir()]
+    folders = [folder for name in FAMILIES if (folder := HELD / name).is_dir()]
     if not folders:
         emit("skipped", why="no build/gpu/answers: gpu_fetch.py")
         return 0 if DRY_RUN else 1
