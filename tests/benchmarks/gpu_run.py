@@ -19,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,8 +36,8 @@ SPARE_S = 5.0
 KILL_AFTER_S = 10.0
 DRY_TIMES = 4
 """Limits are those of a GPU's machine; a dry run may share its processors."""
-LEAST_SHARE = 0.25
-"""Share of a stage's time below which it is left for the next call."""
+LAST_LINES = 20
+"""Lines of a stage that are printed if it is cut or fails."""
 OPS_TESTS = (
     "tests/sgmv_kernels/test_attention.py",
     "tests/sgmv_kernels/test_pointwise.py",
@@ -65,10 +66,13 @@ class Stage:
     seconds: float
     arguments: tuple[str, ...]
     program: tuple[str, ...] = ()
+    # Share of its time below which it is left for the next call.
+    least_share: float = 0.25
 
 
 def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
-    """Return all stages in order; four calls of 570 s hold env to answers, to kernels, to steps, and the rest."""
+    """Return all stages in order, first those that show whether answers are right and that a server works; four calls
+    of 570 s hold env to http, to ops, to a part of tune, and the rest."""
 
     def script(name: str, seconds: float, *arguments: str, file: str = "", program: tuple[str, ...] = ()) -> Stage:
         return Stage(name, seconds, (str(HERE / (file or f"gpu_{name}.py")), *arguments), program)
@@ -82,15 +86,16 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
     return (
         script("env", 20),
         script("compile", 70),
-        Stage("ops", 150, (*PYTEST, *spread, *slow_ones, "-k", "triton", *ops_tests)),
-        Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
         script("checks", 90),
-        script("answers", 150),
+        script("answers", 200),
+        script("http", 120, "--tiny", file="gpu_server.py"),
+        replace(script("server", 360), least_share=0.9),
+        Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
+        Stage("ops", 150, (*PYTEST, *spread, *slow_ones, "-k", "triton", *ops_tests)),
         script("memcheck", 90, "--small", file="gpu_checks.py", program=memcheck),
         script("kernels", 155, file="bench_gpu.py"),
         script("tune", 420, "--out", str(out), file="tune_triton.py"),
         script("steps", 120, file="gpu_step.py"),
-        script("server", 360),
         script("peers", 200),
     )
 
@@ -137,7 +142,7 @@ def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
         try:
             assert process.stdout is not None
             with process.stdout as lines:
-                _read(lines, log, stage.name, results)
+                last = _read(lines, log, stage.name, results, started)
             code = process.wait()
         finally:
             timer.cancel()
@@ -147,6 +152,8 @@ def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
     took = round(time.monotonic() - started, 1)
     results.add(stage.name, {"state": state, "exit": code, "seconds": took, "limit": round(limit, 1)})
     print(f"{stage.name}: {state} after {took} s", flush=True)
+    if state != "done":
+        print(*last, sep="", end="", flush=True)
     return state
 
 
@@ -165,15 +172,22 @@ def environment(stage: Stage, dry: bool) -> dict[str, str]:
     return made
 
 
-def _read(lines: Iterable[str], log: TextIO, stage: str, results: Results) -> None:
+def _read(lines: Iterable[str], log: TextIO, stage: str, results: Results, started: float) -> Sequence[str]:
+    """Keep the rows of a stage; write all lines to the log, with the seconds since its start, and return the last."""
+    last = deque[str](maxlen=LAST_LINES)
     for line in lines:
-        log.write(line)
+        last.append(f"{time.monotonic() - started:6.1f} {line}")
+        log.write(last[-1])
         log.flush()
         if line.startswith("{"):
             try:
-                results.add(stage, json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 continue
+            results.add(stage, row)
+            if row.get("ok") is False:
+                print(f"{stage}: {line}", end="", flush=True)
+    return last
 
 
 def _stop(process: "subprocess.Popen[str]", cut: threading.Event) -> None:
@@ -240,7 +254,7 @@ def main() -> int:
     ends: dict[str, str] = {}
     for name in asked:
         left = a.budget_s - SPARE_S - (time.monotonic() - started)
-        if left < known[name].seconds * LEAST_SHARE:
+        if left < known[name].seconds * known[name].least_share:
             ends[name] = "left"
             continue
         limit = known[name].seconds * (DRY_TIMES if a.dry_run else 1)
