@@ -35,7 +35,7 @@ from sgmv_kernels.formats.adapter_panels import MAX_RANK, MAX_SLICES, AdapterLay
 from sgmv_kernels.metadata.draft_trees import ROOT
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS
-from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name, table_of
+from sgmv_kernels.triton_ops.block_sizes import PARTS, attention_config, device_name, table_of
 from sgmv_kernels.triton_ops.kernel_compiler import load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
 from sgmv_kernels.triton_ops.sgmv_metadata import EXPAND_RANKS
@@ -80,7 +80,7 @@ def read_base(weights: ModelWeights) -> None:
 
 def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:
     """Return one number from each range between the bounds of this name in a device's table, from 1 to `most`."""
-    rows = [row for part in table.values() if isinstance(part, list) for row in part]
+    rows = [row for part in PARTS for row in table[part]]
     return sorted({row[bound] for row in rows if row.get(bound) is not None and row[bound] < most} | {most})
 
 

@@ -29,6 +29,8 @@ import torch
 from sgmv_kernels.formats.adapter_panels import SiteDims
 
 DEFAULT, BEFORE_SM90 = "default", "default before sm90"
+PARTS = ("rows", "sums", "tiles", "attention", "linear")
+"""Lists of rows of a table; it has other entries, too."""
 CAPABILITY = 90
 """Compute capability that is assumed without a GPU: sm90."""
 Table = dict[str, Any]
