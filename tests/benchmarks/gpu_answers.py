@@ -122,7 +122,8 @@ def exact(folder: Path, options: dict[str, Any]) -> tuple[int, int]:
 def is_same(answer: dict[str, Any], tokens: Sequence[int]) -> bool:
     """Return whether tokens are those of PEFT's answer, up to its first tie."""
     sure = next((at for at, (lead, _) in enumerate(answer["leads"]) if lead < TIE), COUNT)
-    return list(tokens[:sure]) == answer["tokens"][:sure]
+    wanted: list[int] = answer["tokens"][:sure]
+    return list(tokens[:sure]) == wanted
 
 
 def moved(folder: Path, options: dict[str, Any], least: float) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def counted(url: str) -> dict[str, float]:
     found = Counter[str]()
     for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#")):
         plain = name.partition("{")[0].removeprefix("lorasrv_")
-        found.update({plain: float(value)} if plain in COUNTED else {})  # type: ignore[dict-item]
+        found.update({plain: float(value)} if plain in COUNTED else {})
     return dict(found)
 
 
