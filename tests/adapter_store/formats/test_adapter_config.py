@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import time
 import warnings
 from collections import Counter
 from dataclasses import fields, replace
@@ -144,12 +143,11 @@ def test_harmless_values(field: str, value: Any) -> None:
 
 
 def test_uploaded_expressions_are_matched_in_linear_time() -> None:
-    started = time.perf_counter()
+    """One that backtracks would take years."""
     config = accepted(
         build.config(rank_pattern={r"(.*a){20}x": 4, "q_proj|v_proj": 3}, alpha_pattern={r"layers\.[01]\.": 1})
     )
     assert [config.rank(f"model.layers.0.self_attn.{m}_proj" + "a" * 200 * (m == "k")) for m in "qkv"] == [3, 4, 3]
-    assert time.perf_counter() - started < 0.5
 
 
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])

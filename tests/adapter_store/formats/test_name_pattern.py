@@ -1,7 +1,6 @@
 """Patterns of module names: matched as PEFT matches them, or refused; none takes long."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -104,8 +103,7 @@ def test_what_is_no_expression_is_refused_with_the_reason(key: str, why: str) ->
         parse_pattern("a" * 1025 + "+")
 
 
-def test_a_hostile_expression_takes_no_time() -> None:
-    begun = time.perf_counter()
-    for key in ("(.*a){20}x", "(a|aa)+$", "(a*)*b", "([a-z_]+)*[0-9]"):
-        parse_pattern(key).matches("model." + "a" * 200 + "!")
-    assert time.perf_counter() - begun < 0.5
+@pytest.mark.parametrize("key", ["(.*a){20}x", "(a|aa)+$", "(a*)*b", "([a-z_]+)*[0-9]"])
+def test_a_hostile_expression_is_matched_in_linear_time(key: str) -> None:
+    """One that backtracks would take years."""
+    assert not parse_pattern(key).matches("model." + "a" * 200 + "!")
