@@ -20,6 +20,7 @@ from server import server
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
 from api.schemas.openapi_examples import EXAMPLES
+from lorasrv.offline.verify import verifier
 from lorasrv.offline.verify.verifier import COMMAND, LIBRARY_BYTES, Verifier
 
 EXAMPLE = EXAMPLES["POST", "/v1/adapters/{reference}:verify"].answer
@@ -75,6 +76,23 @@ def verified_by(make_server, make_adapter, monkeypatch: pytest.MonkeyPatch, chil
         return server
 
     return start
+
+
+@pytest.fixture
+def end_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Ends the time of the verification that runs, which does not end by itself."""
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Timeout]] = []
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        running.append((asyncio.get_running_loop(), asyncio.timeout(None)))
+        return running[-1][1]
+
+    def end() -> None:
+        loop, limit = running.pop()
+        loop.call_soon_threadsafe(limit.reschedule, loop.time())
+
+    monkeypatch.setattr(verifier, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout}))
+    return end
 
 
 @pytest.fixture
@@ -155,8 +173,11 @@ class TestEnds:
         (failure,) = [told for told in events(verify(server, stream=True)) if "error" in told]
         assert says in failure["error"]["message"]
 
-    def test_the_time_is_up(self, verified_by, children: Children) -> None:
-        response = verify(verified_by("hangs"), timeout_s=1.0)
+    def test_the_time_is_up(self, verified_by, children: Children, eventually, beside, end_time) -> None:
+        done = beside.submit(verify, verified_by("hangs"), timeout_s=1.0)
+        eventually(children.jobs)
+        end_time()
+        response = done.result(60)
         assert (named(response), "1 s" in error_of(response)["message"]) == ((504, "timeout_s"), True)
         assert (len(children.jobs()), children.alive()) == (1, [])
 
@@ -169,7 +190,7 @@ class TestEnds:
 
     def test_one_at_a_time(self, verified_by, children: Children, eventually, beside) -> None:
         server = verified_by("hangs")
-        first = beside.submit(verify, server, timeout_s=20)
+        first = beside.submit(verify, server)
         eventually(children.jobs)
         response = verify(server, "mia@1")
         assert coded(response) == (429, "verification_running")
@@ -177,20 +198,21 @@ class TestEnds:
         assert int(response.headers["retry-after"]) > 0
         for pid in children.alive():
             os.kill(pid, signal.SIGKILL)
-        assert first.result(20).status_code == 503
+        assert first.result(60).status_code == 503
         assert verify(server, timeout_s=0.5).status_code == 504, "the next one may begin"
 
     @pytest.mark.long
     def test_deleted_weights_stay_readable_until_then(
-        self, verified_by, children: Children, eventually, store, beside
+        self, verified_by, children: Children, eventually, store, beside, end_time
     ) -> None:
         server = verified_by("hangs")
-        done = beside.submit(verify, server, timeout_s=3)
+        done = beside.submit(verify, server)
         eventually(children.jobs)
         server.http.delete("/v1/adapters/mia").raise_for_status()
         store.collector.collect()
         assert Path(children.jobs()[0]["weights"]).is_file()
-        assert done.result(20).status_code == 504
+        end_time()
+        assert done.result(60).status_code == 504
         eventually(lambda: store.collector.collect() or not Path(children.jobs()[0]["weights"]).exists())
 
     def test_the_server_stops(self, verified_by, children: Children, eventually, dispatcher, beside) -> None:
