@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
+from types import SimpleNamespace
 
 import pytest
+from clock import Clock
 
 from adapter_store.errors import OriginDenied, OriginUnreachable
 from api.replication import registry_client
@@ -15,12 +17,32 @@ from api.replication.registry_client import HttpOrigin, RegistryClient
 pytestmark = pytest.mark.anyio
 HEAD = f"HTTP/1.1 200 OK\r\n{REVISION}: 1\r\ncontent-length: 400\r\n\r\n".encode()
 BODY = b'{"lease_s": 30}'.ljust(400)
-TIMEOUT_S, PAUSE_S, HANGS_S, ENDS_S = 0.2, 0.02, 30.0, 3.0
+TIMEOUT_S, PAUSE_S, HANGS_S = 5.0, 0.5, 300.0
+ENDLESS_PIECES = 4096
+
+
+class Time(Clock):
+    """The time of an event loop, which passes while a server pauses."""
+
+    async def pass_by(self) -> None:
+        self.now += PAUSE_S
+        # The client reads meanwhile.
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
+    return clock
 
 
 @asynccontextmanager
-async def dripping(at_once: bytes, drips: bytes, piece: int) -> AsyncIterator[RegistryClient]:
-    """Ask a server that sends the rest of its answer in pieces."""
+async def dripping(
+    pause: Callable[[], Awaitable[object]], at_once: bytes, drips: bytes, piece: int
+) -> AsyncIterator[RegistryClient]:
+    """Ask a server that sends the rest of its answer in pieces, with pauses between them."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -31,7 +53,7 @@ async def dripping(at_once: bytes, drips: bytes, piece: int) -> AsyncIterator[Re
                     await writer.drain()
                 except ConnectionError:
                     return
-                await asyncio.sleep(PAUSE_S)
+                await pause()
 
     async with await asyncio.start_server(answer, "127.0.0.1") as server:
         port = server.sockets[0].getsockname()[1]
@@ -59,34 +81,37 @@ def test_nothing_is_fetched_of_a_registry_that_gives_no_lease() -> None:
 
 
 @pytest.mark.parametrize("at_once", [b"", HEAD], ids=["head", "body"])
-async def test_an_answer_that_drips_is_given_up(at_once: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_client, "ANSWER_S", TIMEOUT_S)
+async def test_an_answer_that_drips_is_given_up(at_once: bytes, clock: Time) -> None:
     endless = (HEAD[:-4] + b"\r\nx-more: " if not at_once else b"") + BODY * 100
-    async with dripping(at_once, endless, 1) as client, asyncio.timeout(HANGS_S):
-        with pytest.raises(OriginUnreachable, match=f"no whole answer within {TIMEOUT_S} s"):
+    async with dripping(clock.pass_by, at_once, endless, 1) as client, asyncio.timeout(HANGS_S):
+        with pytest.raises(OriginUnreachable, match=f"no whole answer within {TIMEOUT_S:g} s"):
             await client.post(LEASE, {}, TIMEOUT_S)
         with pytest.raises(OriginUnreachable, match="no whole answer within"):
             await client.get(CHANGES, {}, 0.1)
 
 
 async def test_weights_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_client, "ANSWER_S", TIMEOUT_S)
+    clock, over = Clock(), asyncio.Event()
+    monkeypatch.setattr(registry_client, "time", SimpleNamespace(monotonic=clock))
 
     def read(origin: HttpOrigin) -> None:
         with origin.fetch("0" * 64, 0) as (length, chunks):
             assert length == len(BODY)
             for _ in chunks:
-                pass
+                clock.now += registry_client.ANSWER_S + 1.0
 
-    async with dripping(HEAD, BODY, 1) as client:
+    async with dripping(over.wait, HEAD + BODY[:1], BODY[1:], 1) as client:
         with pytest.raises(OriginUnreachable, match="sends weights at less than 64 KiB/s"):
             await asyncio.to_thread(read, client._origin)
+        over.set()
 
 
-async def test_a_long_answer_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer_may_be_slow(clock: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_client, "LEAST_BYTES_PER_S", 20)
-    async with dripping(HEAD, BODY, 20) as client:
+    async with dripping(clock.pass_by, HEAD, BODY, 20) as client:
+        begun_s = clock.now
         assert await client.post(LEASE, {}, TIMEOUT_S) == {"lease_s": 30}
+        assert clock.now - begun_s > TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -98,11 +123,14 @@ async def test_an_answer_without_an_end_is_given_up(head: str, monkeypatch: pyte
     """However fast it comes: it would take all memory."""
     monkeypatch.setattr(registry_client, "MAX_ANSWER_BYTES", 1 << 20)
 
+    sent = 0
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
         with closing(writer), suppress(ConnectionError):
-            while True:
+            for sent in range(1, ENDLESS_PIECES + 1):  # noqa: B007
                 writer.write(b" " * (16 << 10))
                 await writer.drain()
 
@@ -115,6 +143,7 @@ async def test_an_answer_without_an_end_is_given_up(head: str, monkeypatch: pyte
         client = RegistryClient(origin, None)
         for ask in (client.get(CHANGES, {}), asyncio.to_thread(fetch, origin)):
             with pytest.raises((OriginUnreachable, OriginDenied)):
-                await asyncio.wait_for(ask, ENDS_S)
+                await ask
+            assert sent < ENDLESS_PIECES
         await client.close()
         origin.close()
