@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import resource
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from api.asgi import body_limits, protocol
 from api.asgi.body_limits import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyLimitMiddleware
 from api.asgi.json_body import MAX_VALUES, JsonRoute, parse_json
 from api.asgi.limits import ConnectionLimits, no_cuts
-from api.asgi.protocol import MAX_HEAD_BYTES, WRITE_BUFFER_BYTES, bounded
+from api.asgi.protocol import LINGER_S, MAX_HEAD_BYTES, WRITE_BUFFER_BYTES, _Waiting, bounded
 from api.asgi.response_limits import LARGE_BYTES, ResponseLimitMiddleware
 from api.auth.principal import ANYBODY, Caller
 from api.errors import describe
@@ -31,7 +32,7 @@ from lorasrv.errors import EngineOverloaded
 
 pytestmark = pytest.mark.anyio
 BOUNDS = ConnectionLimits(
-    max_connections=8, header_timeout_s=0.3, body_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3
+    max_connections=8, header_timeout_s=3.0, body_timeout_s=3.0, write_timeout_s=3.0, keep_alive_s=3.0
 )
 MAX_HELD = 9 << 20
 LARGE = b"0123456789" * 400_000
@@ -84,15 +85,51 @@ class App:
         self.gone.append("streaming")
 
 
+class DrivenTimers:
+    """The event loop, as connections see it: their timers are due once a test has let their time pass."""
+
+    def __init__(self) -> None:
+        self._now, self._timers = 0.0, list[tuple[float, asyncio.Handle]]()
+        self.loop: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *given: object) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, given, self.loop)
+        self._timers.append((self._now + seconds, handle))
+        return handle
+
+    def let_pass(self, seconds: float) -> None:
+        asyncio.run_coroutine_threadsafe(self._run_until(self._now + seconds), self.loop).result(30)
+
+    async def _run_until(self, end: float) -> None:
+        self._timers = [timer for timer in self._timers if not timer[1].cancelled()]
+        while self._timers and (first := min(self._timers, key=lambda timer: timer[0]))[0] <= end:
+            self._timers.remove(first)
+            self._now, handle = first
+            if not handle.cancelled():
+                handle._run()
+        self._now = end
+
+
 @pytest.fixture(scope="module")
 def edge() -> Iterator[SimpleNamespace]:
-    app, cuts = App(), no_cuts()
+    app, cuts, timers = App(), no_cuts(), DrivenTimers()
     layers = ResponseLimitMiddleware(BodyLimitMiddleware(app, MAX_HELD))
+
+    class Driven(bounded(BOUNDS, cuts)):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            timers.loop, self.loop = self.loop, timers
+
     with (
-        listening(layers, http=bounded(BOUNDS, cuts), lifespan="off") as running,
+        listening(layers, http=Driven, lifespan="off") as running,
         httpx2.Client(base_url=f"http://127.0.0.1:{running.port}", trust_env=False, timeout=120) as http,
     ):
-        yield SimpleNamespace(app=app, port=running.port, http=http, state=running.state, cuts=cuts)
+        edge = SimpleNamespace(app=app, port=running.port, http=http, state=running.state, cuts=cuts)
+        edge.let_pass = timers.let_pass
+        yield edge
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +139,20 @@ def _all_gone(edge: SimpleNamespace, eventually: Callable[..., None]) -> Iterato
     edge.cuts.clear()
     yield
     edge.http._transport._pool.close()
+    if edge.state.connections:
+        edge.let_pass(60.0)
     eventually(lambda: not edge.state.connections and not edge.state.tasks, 20)
+
+
+@pytest.fixture
+def connected(edge: SimpleNamespace, eventually: Callable[..., None]) -> Callable[..., Any]:
+    """The only connection at the edge, once so many bytes of what it waits for have arrived."""
+
+    def find(received: int = 0, waiting: _Waiting = _Waiting.FOR_HEAD) -> Any:
+        eventually(lambda: [(c._waiting, c._num_received) for c in edge.state.connections] == [(waiting, received)])
+        return next(iter(edge.state.connections))
+
+    return find
 
 
 def exchange(edge: SimpleNamespace, *sent: bytes, pause_s: float = 0.0) -> tuple[int, dict[str, str], Any]:
@@ -112,61 +162,83 @@ def exchange(edge: SimpleNamespace, *sent: bytes, pause_s: float = 0.0) -> tuple
 
 
 class TestTime:
-    def test_a_silent_connection_is_closed(self, edge) -> None:
+    def test_a_silent_connection_is_closed(self, edge, connected) -> None:
         with RawClient(edge.port) as client:
+            connected()
+            edge.let_pass(3.0)
             assert client.read() == b""
 
     @pytest.mark.parametrize("begin", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-    def test_half_a_head(self, edge, begin: bytes) -> None:
-        status, headers, body = exchange(edge, begin)
+    def test_half_a_head(self, edge, connected, begin: bytes) -> None:
+        with RawClient(edge.port) as client:
+            client.send(begin)
+            connected(len(begin))
+            edge.let_pass(3.0)
+            status, headers, body = client.answer()
         assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "header_timeout")
         assert edge.cuts == {"header_timeout": 1}
 
-    def test_bytes_now_and_then_do_not_prolong_a_head(self, edge) -> None:
+    def test_bytes_now_and_then_do_not_prolong_a_head(self, edge, connected) -> None:
+        begin, drop = b"GET / HTTP/1.1\r\n", b"A: b\r\n"
         with RawClient(edge.port) as client:
-            client.send(b"GET / HTTP/1.1\r\n").drip(pause_s=0.05, drop=b"A: b\r\n")
+            client.send(begin)
+            for number in range(1, 4):
+                client.send(drop)
+                connected(len(begin) + number * len(drop))
+                edge.let_pass(1.0)
             assert client.answer()[0] == 408
 
-    def test_a_reset_at_the_end_of_the_time_is_no_error(self, edge, eventually, monkeypatch, caplog) -> None:
+    def test_a_reset_at_the_end_of_the_time_is_no_error(self, edge, connected, eventually, monkeypatch, caplog) -> None:
         def reset() -> None:
             raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
         with RawClient(edge.port) as client:
             client.send(b"GET / HT")
-            eventually(lambda: edge.state.connections)
-            [connection] = edge.state.connections
-            monkeypatch.setattr(connection._real, "write_eof", reset)
-            eventually(lambda: edge.cuts == {"header_timeout": 1})
+            monkeypatch.setattr(connected(8)._real, "write_eof", reset)
+            edge.let_pass(3.0)
+            assert edge.cuts == {"header_timeout": 1}
         eventually(lambda: not edge.state.connections)
         assert caplog.text == ""
 
-    def test_a_body_that_stops_and_one_that_drips(self, edge, eventually) -> None:
-        for drips in (False, True):
+    def test_a_body_that_stops_and_one_that_drips(self, edge, connected, eventually) -> None:
+        for drops in (0, 1):
             with RawClient(edge.port) as client:
                 client.send(head_of("/length", "Content-Length: 100000"))
-                if drips:
-                    client.drip(pause_s=0.05)
+                connected(0, _Waiting.FOR_BODY)
+                for number in range(1, 4):
+                    client.send(b"a" * drops)
+                    connected(number * drops, _Waiting.FOR_BODY)
+                    edge.let_pass(1.0)
                 status, _, body = client.answer()
             assert (status, body["error"]["code"]) == (408, "body_timeout")
             assert "1024 bytes per second" in body["error"]["message"]
         eventually(lambda: edge.app.gone == ["reading"] * 2)
         assert edge.cuts == {"body_timeout": 2}
 
-    def test_a_slow_body_that_advances_is_read(self, edge) -> None:
+    def test_a_slow_body_that_advances_is_read(self, edge, connected) -> None:
         with RawClient(edge.port) as client:
-            client.send(head_of("/length", "Content-Length: 3200", "Connection: close"))
-            client.send(*[b"x" * 400] * 8, pause_s=0.1)
-            assert client.read().endswith(b"\r\n\r\n3200")
+            client.send(head_of("/length", "Content-Length: 12400", "Connection: close"))
+            for _ in range(3):
+                connected(0, _Waiting.FOR_BODY)
+                client.send(b"x" * 3100)
+                connected(3100, _Waiting.FOR_BODY)
+                edge.let_pass(3.0)
+            assert client.send(b"x" * 3100).read().endswith(b"\r\n\r\n12400")
 
-    def test_an_idle_connection_may_be_used_until_it_is_closed(self, edge) -> None:
+    def test_an_idle_connection_may_be_used_until_it_is_closed(self, edge, connected) -> None:
         for begin in (b"", b"GET / HT"):
             with RawClient(edge.port) as client:
-                for _ in range(2):
+                for _ in range(3):
                     client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
+                    edge.let_pass(2.0)
                 if begin:
-                    status, _, body = client.send(begin).answer()
+                    client.send(begin)
+                    connected()
+                    edge.let_pass(3.0)
+                    status, _, body = client.answer()
                     assert (status, body["error"]["code"]) == (408, "header_timeout")
                 else:
+                    edge.let_pass(1.0)
                     assert client.read() == b""
 
 
@@ -174,17 +246,25 @@ class TestReaders:
     def test_a_client_that_never_reads_is_disconnected(self, edge, eventually) -> None:
         with RawClient(edge.port, buffer=4096) as client:
             client.send(head_of("/endless", method="GET"))
+            eventually(lambda: any(c.flow.write_paused for c in edge.state.connections))
+            edge.let_pass(3.0)
             eventually(lambda: edge.app.gone == ["streaming"])
             assert edge.cuts == {"slow_reader": 1}
             with pytest.raises(ConnectionResetError):
                 client.read()
 
-    def test_a_client_that_reads_slowly_is_not(self, edge) -> None:
+    def test_a_client_that_reads_slowly_is_not(self, edge, connected, eventually) -> None:
         with RawClient(edge.port, buffer=4096) as client:
+            connection = connected()
+            # Else the kernel would take all that waits at once.
+            connection._real.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             client.send(head_of("/endless", method="GET"))
             for _ in range(8):
-                assert len(client.read(30_000)) == 30_000
-                threading.Event().wait(0.1)
+                eventually(lambda: connection._write_timer)
+                timer, size = connection._write_timer, connection._real.get_write_buffer_size()
+                while connection._write_timer is timer and size - connection._real.get_write_buffer_size() < 3072:
+                    assert len(client.read(1000)) == 1000
+                edge.let_pass(2.0)
             assert edge.app.gone == []
             assert not edge.cuts
 
@@ -195,6 +275,7 @@ class TestReaders:
         )
         unsent = [c._real.get_write_buffer_size() for c in edge.state.connections]
         assert max(unsent) <= WRITE_BUFFER_BYTES
+        edge.let_pass(3.0)
         eventually(lambda: not edge.state.connections)
         assert edge.cuts == {"slow_reader": 4}
         for client in clients:
@@ -305,11 +386,14 @@ class TestBodies:
             client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
             client.send(b" " * 200_000, head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
 
-    def test_an_unread_body_that_drips_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("api.asgi.protocol.LINGER_S", 0.3)
+    def test_an_unread_body_that_drips_ends(self, edge, connected) -> None:
         with RawClient(edge.port) as client:
             client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
-            client.drip(pause_s=0.05)
+            for number in range(1, 6):
+                client.send(b"a")
+                connected(number, _Waiting.FOR_REST)
+                edge.let_pass(LINGER_S / 5)
+            assert client.read() == b""
 
     def test_an_endless_unread_body_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.asgi.protocol.LINGER_BYTES", 1 << 20)
