@@ -284,6 +284,7 @@ class TestKeyCache:
             raise StoreUnusable("the key store keys.db cannot be used: disk I/O error")
 
         monkeypatch.setattr(KeyStore, "changes", fail)
+        monkeypatch.setattr(key_cache, "STALE_S", 600.0)
         assert state(cache, secret) == "active", "known keys stay valid for a moment"
         monkeypatch.setattr(key_cache, "STALE_S", -1.0)
         with pytest.raises(KeysUnreadable):

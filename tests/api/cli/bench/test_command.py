@@ -150,7 +150,7 @@ class TestFailures:
     )
     def test_every_other_request_fails(self, cli, way: str, kind: str, says: str) -> None:
         with broken_server(way, every=2) as server:
-            timeout = ("--timeout-s", 0.3) if way == "silent" else ()
+            timeout = ("--timeout-s", 2.5) if way == "silent" else ()
             done = cli("bench", "--url", server.url, *FEW, "--warmup", 0, "--concurrency", 1, *timeout, "--json")
         figures = lines(done)[0]["figures"]
         assert (figures["requests"], figures["failed"], figures["failures"]) == (4, 2, {kind: 2})

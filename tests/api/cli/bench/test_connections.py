@@ -31,7 +31,7 @@ class Counting:
     """Answer every request with the same bytes, and count.
 
     Args:
-        unasked: sent a moment after each answer.
+        unasked: sent behind each answer, when its client has most likely read that.
     """
 
     def __init__(self, answer: bytes, *, closes: bool, unasked: bytes) -> None:
@@ -74,26 +74,33 @@ async def answering(
         await asyncio.gather(*(task for task in counting.tasks if task is not None))
 
 
+async def none_is_usable(client: BenchClient) -> None:
+    """Wait until the client's connections have seen that they cannot be used again."""
+    async with asyncio.timeout(30):
+        while any(connection.can_be_used for connection in client._connections._idle):
+            await asyncio.sleep(0.001)
+
+
 def asked(
     answer: bytes,
     *,
     closes: bool = False,
     keeps: bool = True,
     unasked: bytes = b"",
-    between: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    between: Callable[[BenchClient], Awaitable[None]] = lambda _: asyncio.sleep(0),
 ) -> Counting:
     """Three requests, one after the other, all of them answered."""
 
     async def run() -> Counting:
         async with (
             answering(answer, closes=closes, unasked=unasked) as (counting, url),
-            BenchClient(url + "/at/", keeps=keeps, timeout_s=5) as client,
+            BenchClient(url + "/at/", keeps=keeps, timeout_s=60) as client,
         ):
             for _ in range(3):
                 outcome = await client.send(BenchRequest("m", "x", 2))
                 assert (outcome.failure, outcome.prompt_tokens) == (None, 3), outcome.detail
                 assert len(outcome.arrivals_s) == 2
-                await between()
+                await between(client)
             return counting
 
     return asyncio.run(run())
@@ -117,13 +124,13 @@ def test_one_that_ends_with_its_answer_is_not(answer: bytes, closes: bool, keeps
 
 
 def test_one_that_the_server_has_closed_meanwhile_is_not() -> None:
-    assert asked(PLAIN, closes=True, between=lambda: asyncio.sleep(0.1)).connections == 3
+    assert asked(PLAIN, closes=True, between=none_is_usable).connections == 3
 
 
 @pytest.mark.parametrize(("answer", "unasked"), [(PLAIN + UNASKED, b""), (PLAIN, UNASKED)])
 def test_what_comes_unasked_is_no_answer_to_the_next(answer: bytes, unasked: bytes) -> None:
     """As from a server that is tired of waiting for a request."""
-    assert asked(answer, unasked=unasked, between=lambda: asyncio.sleep(0.1)).connections == 3
+    assert asked(answer, unasked=unasked, between=none_is_usable).connections == 3
 
 
 class Deaf(asyncio.Protocol):
@@ -156,11 +163,11 @@ def test_what_is_given_up_is_not_sent_on() -> None:
             return made[-1]
 
         server = await asyncio.get_running_loop().create_server(deaf, "127.0.0.1", 0)
-        async with server, BenchClient(url_of(server), timeout_s=0.1) as client:
+        async with server, BenchClient(url_of(server), timeout_s=1.0) as client:
             assert (await client.send(BenchRequest("m", prompt, 2))).failure == "timeout"
             [one] = made
             one.transport.resume_reading()
-            return await asyncio.wait_for(one.got, 10)
+            return await asyncio.wait_for(one.got, 60)
 
     assert asyncio.run(run()) < len(prompt)
 
