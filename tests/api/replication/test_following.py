@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,7 +27,7 @@ from adapter_store.errors import OriginDenied, OriginUnreachable, StoreFull, Sto
 from adapter_store.registry.records import Change
 from api.auth.key_store import KeyStore
 from api.auth.principal import KeyLimits, Scope
-from api.replication import leases, usage_sender
+from api.replication import follower, leases, usage_sender
 from api.replication.follower import first_page
 from api.replication.headers import BLOBS, LEASE_S, MIN_REVISION, REVISION, USAGE
 from api.replication.key_feed import KeyFeed
@@ -176,8 +177,9 @@ def test_all_servers_together_keep_an_adapters_limits(cluster: Cluster, upload: 
         assert node.engine.shares["mia"] == NO_SHARE, "told before the limits"
     for asked in nodes:
         eventually(lambda: all(node.engine.shares["mia"] == NO_SHARE for node in nodes))
-        assert asked.ask("mia").status_code == 200
-        eventually(lambda asked=asked: asked.engine.shares["mia"] == LimitShare(4, 100.0))
+        # Again if the answer came too late to be counted as demand.
+        wanted = lambda asked=asked: asked.ask("mia").status_code == 200 and asked.engine.shares["mia"]  # noqa: E731
+        eventually(lambda wanted=wanted: wanted() == LimitShare(4, 100.0))
         assert [node.engine.shares["mia"] for node in nodes if node is not asked] == [NO_SHARE] * 2
     cluster.registry.http.patch("/v1/adapters/mia", json={"limits": {}}).raise_for_status()
     for node in nodes:
@@ -564,7 +566,7 @@ def test_a_key_expires_by_the_registrys_time(cluster: Cluster) -> None:
     eventually(lambda: node.ask(BASE, **bob).status_code == 401)
 
 
-def test_all_servers_together_keep_a_keys_rate(cluster: Cluster) -> None:
+def test_all_servers_together_keep_a_keys_rate(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first request on; without the registry, what followers have is all there is."""
     most = 60
     with closing(KeyStore(cluster.registry.store.root)) as book:
@@ -573,7 +575,11 @@ def test_all_servers_together_keep_a_keys_rate(cluster: Cluster) -> None:
     for node in nodes:
         eventually(lambda node=node: node.ask(BASE).status_code == 401)
     begun_s = time.monotonic()
-    assert [nodes[number % 2].ask(BASE, **bearer).status_code for number in range(10)] == [200] * 10
+    with monkeypatch.context() as patient:
+        # The registry has time to lend, however slow the machine is.
+        patient.setattr(follower, "RENEWED_S", 60.0)
+        patient.setattr(RegistryClient, "post", partialmethod(RegistryClient.post, timeout_s=60.0))
+        assert [nodes[number % 2].ask(BASE, **bearer).status_code for number in range(10)] == [200] * 10
     statuses = Counter({200: 10})
 
     def use_up(*nodes: Node) -> bool:
