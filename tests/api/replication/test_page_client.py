@@ -222,9 +222,9 @@ def test_a_peer_that_drips_has_no_more_time_than_a_silent_one(
 
     monkeypatch.setattr(Handler, "_send", send)
     if drips == "pages":
-        assert fetch(wanted(giver, wait_s=1.0)) == DATA[: 6 * PAGE_BYTES]
+        assert fetch(wanted(giver, wait_s=3.0)) == DATA[: 6 * PAGE_BYTES]
     else:
         with pytest.raises(PeerFailed) as failed:
-            fetch(wanted(giver, wait_s=1.0))
+            fetch(wanted(giver, wait_s=3.0))
         assert failed.value.reason == "timeout"
     assert len(written) < 75

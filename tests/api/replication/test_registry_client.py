@@ -4,10 +4,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from clock import Clock
+from loop_time import LoopTime
 
 from adapter_store.errors import OriginDenied, OriginUnreachable
 from api.replication import registry_client
@@ -21,21 +23,9 @@ TIMEOUT_S, PAUSE_S, HANGS_S = 5.0, 0.5, 300.0
 ENDLESS_PIECES = 4096
 
 
-class Time(Clock):
-    """The time of an event loop, which passes while a server pauses."""
-
-    async def pass_by(self) -> None:
-        self.now += PAUSE_S
-        # The client reads meanwhile.
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-
 @pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    clock = Time()
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
-    return clock
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopTime:
+    return LoopTime(monkeypatch)
 
 
 @asynccontextmanager
@@ -81,9 +71,9 @@ def test_nothing_is_fetched_of_a_registry_that_gives_no_lease() -> None:
 
 
 @pytest.mark.parametrize("at_once", [b"", HEAD], ids=["head", "body"])
-async def test_an_answer_that_drips_is_given_up(at_once: bytes, clock: Time) -> None:
+async def test_an_answer_that_drips_is_given_up(at_once: bytes, clock: LoopTime) -> None:
     endless = (HEAD[:-4] + b"\r\nx-more: " if not at_once else b"") + BODY * 100
-    async with dripping(clock.pass_by, at_once, endless, 1) as client, asyncio.timeout(HANGS_S):
+    async with dripping(partial(clock.let_pass, PAUSE_S), at_once, endless, 1) as client, asyncio.timeout(HANGS_S):
         with pytest.raises(OriginUnreachable, match=f"no whole answer within {TIMEOUT_S:g} s"):
             await client.post(LEASE, {}, TIMEOUT_S)
         with pytest.raises(OriginUnreachable, match="no whole answer within"):
@@ -106,9 +96,9 @@ async def test_weights_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -
         over.set()
 
 
-async def test_a_long_answer_may_be_slow(clock: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer_may_be_slow(clock: LoopTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_client, "LEAST_BYTES_PER_S", 20)
-    async with dripping(clock.pass_by, HEAD, BODY, 20) as client:
+    async with dripping(partial(clock.let_pass, PAUSE_S), HEAD, BODY, 20) as client:
         begun_s = clock.now
         assert await client.post(LEASE, {}, TIMEOUT_S) == {"lease_s": 30}
         assert clock.now - begun_s > TIMEOUT_S

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ import pytest
 from clock import Clock
 from hypothesis import given, settings
 from hypothesis.stateful import invariant, rule
+from loop_time import LoopTime
 from lossy_network import ARRIVES, FOLLOWERS, UNANSWERED, LossyNetwork, Message, lasts, mostly, servers
 from tiny_scheduler import scheduler
 
 from adapter_store.errors import OriginUnreachable
-from api.replication import share_holder
 from api.replication.headers import LEASE_S, RENEW_S
 from api.replication.leases import Leases
 from api.replication.share_holder import TELL_AGAIN_S, ShareHolder
@@ -462,8 +461,9 @@ def test_shares_that_have_just_ended_are_not_claimed_again(state: Shared) -> Non
     assert shares(state) == [0, 0, RUNNING]
 
 
-async def test_a_server_holds_what_its_engine_may_still_use() -> None:
+async def test_a_server_holds_what_its_engine_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the engine was told since: what counts is its answer to the last of it."""
+    clock = LoopTime(monkeypatch)
     told: list[tuple[LimitShare, asyncio.Future[LimitShare]]] = []
 
     async def set_share(_: str, share: LimitShare) -> LimitShare:
@@ -472,7 +472,7 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
 
     async def uses(number: int, share: LimitShare) -> None:
         told[number][1].set_result(share)
-        await asyncio.sleep(0.01)
+        await clock.let_pass()
 
     def held() -> LimitShare:
         return LimitShare(*holder.question()["shares"][0][1:3])
@@ -481,13 +481,13 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
         number = holder.question()["number"]
         answer = ["mia", share.max_running, share.tokens_per_s]
         holder.on_answer({"number": number, "shares": [answer]}, float("inf"))
-        await asyncio.sleep(0.01)
+        await clock.let_pass()
 
     engine = SimpleNamespace(set_share=set_share, in_flight=SimpleNamespace(by_adapter={"mia": {1: 9}}))
-    holder = ShareHolder(cast(Any, engine))
+    holder = ShareHolder(cast(Any, engine), clock)
     await holder.begin(lambda: asyncio.sleep(0), lambda: None)
     limited = asyncio.ensure_future(holder.set_limited("mia", LIMITS))
-    await asyncio.sleep(0.01)
+    await clock.let_pass()
     assert held() == LimitShare(), "it ran without limits"
     await uses(0, LimitShare(2, 40.0))
     await limited
@@ -502,10 +502,10 @@ async def test_a_server_holds_what_its_engine_may_still_use() -> None:
     assert held() == large, "it may know of another share by now"
     await uses(3, LimitShare(4, 20.0))
     assert held() == LimitShare(4, 20.0)
-    await asyncio.sleep(2 * TELL_AGAIN_S)
+    await clock.let_pass(TELL_AGAIN_S)
     assert [share for share, _ in told[4:]] == [small], "until it uses no more"
     await uses(4, small)
-    await asyncio.sleep(2 * TELL_AGAIN_S)
+    await clock.let_pass(TELL_AGAIN_S)
     await may_hold(small)
     assert (held(), len(told)) == (small, 5)
 
@@ -518,23 +518,22 @@ async def test_what_waits_is_refused_when_the_lease_is_over(monkeypatch: pytest.
 
     def renewed(for_s: float) -> None:
         number = holder.question()["number"]
-        holder.on_answer({"number": number, "shares": []}, time.monotonic() + for_s)
+        holder.on_answer({"number": number, "shares": []}, clock.now + for_s)
 
-    monkeypatch.setattr(share_holder, "GRACE_S", 0.5)
-    refused: list[tuple[str, Exception]] = []
+    clock, refused = LoopTime(monkeypatch), list[tuple[str, Exception]]()
     live = SimpleNamespace(by_adapter={"mia": {1: 9}}, abort_unanswered=lambda *told: refused.append(told))
-    holder = ShareHolder(cast(Any, SimpleNamespace(set_share=set_share, in_flight=live)))
+    holder = ShareHolder(cast(Any, SimpleNamespace(set_share=set_share, in_flight=live)), clock)
     await holder.begin(lambda: asyncio.sleep(0), lambda: None)
     await holder.set_limited("mia", LIMITS)
-    renewed(0.6)
-    await asyncio.sleep(0.2)
+    renewed(GRACE_S + 1.0)
+    await clock.let_pass(2.0)
     renewed(60.0)
-    await asyncio.sleep(0.6)
+    await clock.let_pass(GRACE_S + 1.0)
+    renewed(GRACE_S + 1.0)
+    await clock.let_pass(1.0)
+    await clock.let_pass(GRACE_S - 0.5)
     assert not refused
-    renewed(0.5)
-    async with asyncio.timeout(30.0):
-        while not refused:
-            await asyncio.sleep(0.01)
+    await clock.let_pass(0.5)
     assert [name for name, _ in refused] == ["mia"]
     assert isinstance(refused[0][1], OriginUnreachable)
 
