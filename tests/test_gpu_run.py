@@ -25,17 +25,18 @@ ENDS = {
     "slow": ROWS
     + """
 import subprocess
-child = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+child = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child]).wait()
 """,
 }
+LIMITS_S = {"good": 60.0, "bad": 60.0, "slow": 4.0}
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in ENDS.items():
         (tmp_path / f"{name}.py").write_text(text, "utf-8")
-    made = tuple(gpu_run.Stage(name, 2.0, (str(tmp_path / f"{name}.py"),)) for name in ENDS)
+    made = tuple(gpu_run.Stage(name, LIMITS_S[name], (str(tmp_path / f"{name}.py"),)) for name in ENDS)
     monkeypatch.setattr(gpu_run, "stages", lambda out, dry: made)
     monkeypatch.setattr(gpu_run, "DRY_TIMES", 1)
     monkeypatch.setattr(gpu_run, "KILL_AFTER_S", 0.5)
@@ -50,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
 def test_a_stage_that_fails_or_is_cut_leaves_its_rows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     assert run(monkeypatch, out) == 1
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 300
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
     assert [(row["stage"], row["row"]) for row in rows if "row" in row] == [(n, i) for n in ENDS for i in range(3)]
     assert {row["stage"]: row["state"] for row in rows if "state" in row} == {
