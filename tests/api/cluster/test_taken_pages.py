@@ -14,6 +14,7 @@ from fake_replicas import Dies, InOrder, Seen, edge_of, fake_replica
 from server import eventually, server
 
 from api.cluster.chooser import ReplicaAddress
+from lorasrv.memory import peer_pages
 from lorasrv.placement import prefill
 
 pytestmark = pytest.mark.slow
@@ -39,6 +40,7 @@ def replicas(
 def cluster(replicas: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The edge, which asks `a` first; `there(...)` says what `b` is, and where."""
     monkeypatch.setattr(prefill, "MIN_WORK_S", 0.0)
+    monkeypatch.setattr(peer_pages, "MIN_WAIT_S", 60.0)
     a, b = replicas
     with edge_of([], chooser=InOrder(()), secret=SECRET) as edge:
 
@@ -113,7 +115,10 @@ def cut(seen: Seen) -> None:
     ],
     ids=["cut", "refuses", "nonsense", "other pages", "hangs"],
 )
-def test_a_peer_that_gives_nothing_changes_nothing(cluster: Any, answer: Any, request: Any) -> None:
+def test_a_peer_that_gives_nothing_changes_nothing(
+    cluster: Any, answer: Any, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_pages, "MIN_WAIT_S", 0.5)
     with fake_replica(answer) as peer:
         cluster.there("prefill", peer.url)
         assert ask(cluster, "mia", request.node.name) == (alone(cluster.b, "mia"), 0)
