@@ -197,7 +197,7 @@ class TestUpload:
             assert process.wait(60) == 130
 
     def test_four_at_a_time(self, upload_all, monkeypatch) -> None:
-        four = threading.Barrier(bulk.PARALLEL, timeout=10)
+        four = threading.Barrier(bulk.PARALLEL, timeout=60)
         waiting = iter(range(bulk.PARALLEL))
         send = bulk._send
 

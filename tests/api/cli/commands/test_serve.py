@@ -173,11 +173,12 @@ def test_on_a_terminal_the_bars_end_when_it_is_ready(tmp_path: Path) -> None:
             url = re.search(rb"ready: (\S+)", begun)[1].decode()
             httpx2.get(f"{url}/v1/models").raise_for_status()
             time.sleep(0.5)
-            later = screen.read(4096).decode()
+            later = ""
+            while "route=" not in later.replace("\x1b[0m", "").replace("\x1b[36m", ""):
+                later += screen.read(4096).decode()
         finally:
             process.kill()
             process.wait()
-    assert "route=" in later.replace("\x1b[0m", "").replace("\x1b[36m", "")
     assert ("loading the model" in later, "\x1b[1A" in later) == (False, False)
 
 
