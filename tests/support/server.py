@@ -45,6 +45,8 @@ def listening(app: Any, **options: Any) -> Iterator[SimpleNamespace]:
     # answer in two parts would wait 40 ms for the client's acknowledgement.
     listener = bind("127.0.0.1", 0)
     listener.listen()
+    # No connection ends while its client stands still.
+    options = {"timeout_keep_alive": 600, **options}
     running = uvicorn.Server(uvicorn.Config(app, ws="none", log_config=None, timeout_graceful_shutdown=1, **options))
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), name="event loop")
     thread.start()

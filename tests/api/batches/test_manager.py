@@ -221,13 +221,13 @@ async def test_cancelled_while_expired_results_are_written(manager, clients: int
 
     def slowly(*results: Any) -> None:
         writing.set()
-        go_on.wait(10)
+        go_on.wait(30)
         write(*results)
 
     batches._add = slowly
     file = await put(batches, content(20))
     record = await batches.create(file.id, URL, ("0h", 0))
-    await asyncio.to_thread(writing.wait, 10)
+    await asyncio.to_thread(writing.wait, 30)
     cancelling = []
     for _ in range(clients):
         cancelling.append(asyncio.create_task(batches.cancel(record.id)))
@@ -391,7 +391,7 @@ async def test_a_disk_that_fails_meanwhile_holds_up_no_end(
     def write_or_fail(record: BatchRecord) -> None:
         if record.status == "in_progress" and not writes.is_set():
             writes.set()
-            fails.wait(10)
+            fails.wait(30)
             raise StoreUnusable("the disk hung for a moment")
         write(record)
 
@@ -497,7 +497,7 @@ async def test_files_that_change_while_old_ones_are_deleted(manager, monkeypatch
     def remove_slowly(file_id: str) -> None:
         if file_id == first.id:
             begun.set()
-            goes_on.wait(10)
+            goes_on.wait(30)
         remove(file_id)
 
     monkeypatch.setattr(batches._folder, "remove_file", remove_slowly)
