@@ -65,8 +65,10 @@ def test_who_begins_takes_part_when_it_likes(program) -> None:
 
 def test_the_others_go_on_alone(program) -> None:
     """A run is complete before anyone asks, and tells when it was."""
-    begin(program)
-    program.made.complete()
+    # How long a tick is: an end that was noticed late says too much.
+    for _ in range(5):
+        begin(program)
+        program.made.complete()
     for pause in (0.0, 0.2):  # they sleep in between
         time.sleep(pause)
         begun = time.perf_counter()
