@@ -152,7 +152,7 @@ class TestKeyStore:
 
     def test_concurrent_writers(self, tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda number: KeyStore(tmp_path).create(f"k{number}", INFER), range(8)))
+            list(threads.map(lambda number: KeyStore(tmp_path, busy_ms=60_000).create(f"k{number}", INFER), range(8)))
         assert len(KeyStore(tmp_path).all()) == 8
 
 
