@@ -131,7 +131,7 @@ def test_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
     process.calm_down()
 
 
-@pytest.mark.parametrize("process", ["step-hangs:3s@3"], indirect=True, ids=["slow step"])
+@pytest.mark.parametrize("process", ["step-hangs:6s@3"], indirect=True, ids=["slow step"])
 def test_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
     """Not ready at once, new requests refused, the stream to its end, exit code 0."""
     with stream_of(process, 50) as answer, httpx2.Client(base_url=process.url, trust_env=False) as other:
@@ -153,7 +153,7 @@ def test_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, None])
 def test_a_second_signal_or_the_end_of_the_drain_time_ends_streams(flags, second: signal.Signals | None) -> None:
     """With an error event; without it the stream would continue for a minute."""
-    more = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300 if second else 1.5)
+    more = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300 if second else 5)
     with serve(*flags, *more, ends=0) as served, stream_of(served, 300) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -171,7 +171,7 @@ def test_a_second_signal_or_the_end_of_the_drain_time_ends_streams(flags, second
 @pytest.mark.long
 def test_a_step_that_hangs(flags) -> None:
     """An error event to each stream, /health 503, all stacks in the log, and an exit code that a supervisor sees."""
-    more = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 1)
+    more = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 5)
     with serve(*flags, *more, ends=70) as served:
         assert complete(served, max_tokens=2).status_code == 200
         with stream_of(served, 50) as answer, httpx2.Client(base_url=served.url, trust_env=False) as other:
@@ -188,7 +188,7 @@ def test_a_step_that_hangs(flags) -> None:
 @pytest.mark.long
 def test_a_request_that_waits_past_the_queue_timeout(flags) -> None:
     """It ends with 504 and never runs; the request that has the only slot is not disturbed."""
-    more = ("--max-num-seqs", 1, "--queue-timeout-s", 0.3, "--testing", "--inject-faults", "step-hangs:3s@5")
+    more = ("--max-num-seqs", 1, "--queue-timeout-s", 2.5, "--testing", "--inject-faults", "step-hangs:8s@5")
     with serve(*flags, *more, ends=0) as served, stream_of(served, 100) as answer:
         lines = answer.iter_lines()
         next(lines)

@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(flags, adapters: dict[str, Path], store: Path) -> Iterator[Served]:
-    with serve(*flags, "--load-timeout-s", "0.5", adapters=adapters, store=store, ends=0) as served:
+    with serve(*flags, "--load-timeout-s", "3", adapters=adapters, store=store, ends=0) as served:
         yield served
 
 

@@ -55,7 +55,9 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     memory = ("--pool-bytes", pool, "--adapter-pool-fraction", (ADAPTER_PAGES + 0.5) * PAGE_BYTES / pool)
     memory = (*memory, "--host-cache-bytes", host_cache_bytes(HOSTED))
     bounds = ("--max-num-seqs", SLOTS, "--max-queued", MOST_QUEUED, "--kernels", "torch")
-    with serve("--model", model, *SERVE_FLAGS, *memory, *bounds) as served:
+    # Streams last while everything else happens, also beside a client that stands still for a while.
+    slow = ("--testing", "--inject-faults", "step-hangs:20ms@1x1000000")
+    with serve("--model", model, *SERVE_FLAGS, *memory, *bounds, *slow) as served:
         yield served
 
 
