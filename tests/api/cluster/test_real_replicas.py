@@ -17,6 +17,7 @@ from fake_replicas import edge_of
 from served import serve
 from server import eventually
 
+from api.cluster import survey
 from api.cluster.chooser import StaticChooser
 from lorasrv.placement.kinds import make_placement
 
@@ -86,7 +87,9 @@ def test_what_an_edge_asks_by_itself_fills_no_log(model, adapter_dirs) -> None:
         assert "/v1/replica" not in replica.log
 
 
-def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs) -> None:
+def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else the other one, if it stands still for a moment, may be taken for stopped.
+    monkeypatch.setattr(survey, "ANSWER_S", 5.0)
     with started(model, adapter_dirs, 0, 0) as cluster:
         stopped, stats, suspects = cluster.replicas[0], cluster.edge.stats, cluster.edge.suspects
 
@@ -95,7 +98,7 @@ def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs) ->
             before = stats.sent["r0"]
             for number in range(9):
                 answer = httpx2.post(
-                    f"{cluster.url}/v1/completions", json=body_of(number, 2), timeout=5, trust_env=False
+                    f"{cluster.url}/v1/completions", json=body_of(number, 2), timeout=30, trust_env=False
                 )
                 assert answer.status_code == 200
             return stats.sent["r0"] - before
