@@ -184,21 +184,29 @@ class ResponseBuilder:
         """
         outputs = await choices.collect()
         if self.logprobs_formatter is None and not self.protocol_format.is_parsed:
-            wholes = self._full_choices(outputs, choices.width)
+            body = self._full_body(outputs, choices.width)
         else:
             # In a thread: log-probabilities and reasoning of a long answer take long, and would block all streams.
-            wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
-        body = self.envelope(self.protocol_format.whole_object, wholes)
-        if self.prompt_ids is not None and not self.protocol_format.has_prompt_in_choices:
-            body["prompt_token_ids"] = self.prompt_ids[0]
+            body = await run_in_threadpool(self._full_body, outputs, choices.width)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
-    def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
+    def _full_body(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> Json:
         best = self._best(outputs, width)
         for index in outputs.keys() - set(best):
             # These choices are not returned, but the usage counts their tokens.
             self.protocol_format.full_content(index, outputs[index], "")
-        return [self._full_choice(number, index, width, outputs) for number, index in enumerate(best)]
+        wholes = [self._full_choice(number, index, width, outputs) for number, index in enumerate(best)]
+        body = self.envelope(self.protocol_format.whole_object, wholes)
+        return body if self.protocol_format.has_prompt_in_choices else body | self._prompt_facts(0, outputs[0][0])
+
+    def _prompt_facts(self, number: int, first: RequestOutput) -> Json:
+        """Return what was asked about a prompt: its log-probabilities, from `first` of its outputs, and token ids."""
+        facts: Json = {}
+        if self.prompt_top is not None and self.logprobs_formatter is not None:
+            facts["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
+        if self.prompt_ids is not None:
+            facts["prompt_token_ids"] = self.prompt_ids[number]
+        return facts
 
     def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
         """Return the indices of the returned choices, prompt by prompt."""
@@ -220,12 +228,10 @@ class ResponseBuilder:
             tokens = list(echo.placed(first.prompt_logprobs or ())) if echo else []
             tokens += [placed for output in own for placed in shown.take(output)]
         choice = self.choice(number, content, own[-1], tokens)
-        if self.prompt_top is not None and self.logprobs_formatter is not None:
-            choice["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
         if self.prompt_ids is not None:
             choice["token_ids"] = [token for output in own for token in output.token_ids]
-            if self.protocol_format.has_prompt_in_choices:
-                choice["prompt_token_ids"] = self.prompt_ids[index // width]
+        if self.protocol_format.has_prompt_in_choices:
+            choice |= self._prompt_facts(index // width, first)
         return choice
 
     def event_writer(self, choices: ChoiceStream) -> "ChunkEvents":

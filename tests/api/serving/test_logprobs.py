@@ -296,6 +296,17 @@ def test_prompt_logprobs_by_token_id(served, oracle) -> None:
         assert [int(token) for _, token in ranked] == rows[i].topk(2).indices.tolist()
 
 
+def test_a_chats_prompt_logprobs_are_beside_its_choices(served) -> None:
+    """As vLLM's: a chat has one prompt, a completion one for each of its choices."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "prompt_logprobs": 0, "return_token_ids": True}
+    chat = served.post("chat/completions", **asked)
+    ids = chat["prompt_token_ids"]
+    assert [next(iter(one)) for one in chat["prompt_logprobs"][1:]] == [str(token) for token in ids[1:]]
+    assert not any("prompt" in name for choice in chat["choices"] for name in choice)
+    plain = served.post(prompt=ids, n=2, prompt_logprobs=0)
+    assert [choice["prompt_logprobs"] for choice in plain["choices"]] == [chat["prompt_logprobs"]] * 2
+
+
 def test_openai_python_reads_both_shapes(served) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", timeout=30) as client:
         messages = [{"role": "user", "content": "hi"}]
