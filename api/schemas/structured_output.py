@@ -154,4 +154,7 @@ def _of_structured(wanted: StructuredOutputs, param: str) -> Grammar | None:
         raise InvalidRequest(
             "structured_outputs takes one of json, regex, choice, grammar and json_object", param=param
         )
+    if not given and wanted.json_object is None:
+        why = "structured_outputs needs one of json, regex, choice, grammar and json_object; leave it out for free text"
+        raise InvalidRequest(why, param=param)
     return given[0] if given else None

@@ -101,6 +101,7 @@ OPENAI: list[Row] = [
     *wrong("response_format", {"type": "regex"}, {"type": "regex", "value": {}}, says=("regular expression",)),
     *wrong("guided_regex", "(a{0,500}){0,500}", says=("250000",)),
     *wrong("structured_outputs", {"regex": "a", "choice": ["a"]}, says=("one of",)),
+    *wrong("structured_outputs", {}, {"choices": ["a"]}, {"regex": None}, says=("needs one of",)),
     *wrong("guided_whitespace_pattern", " ", guided_json={}, says=("not supported",)),
     *wrong("guided_choice", ["a"], guided_regex="a", says=("exclude each other",)),
     *wrong("guided_regex", "a", response_format={"type": "json_object"}, says=("exclude",)),

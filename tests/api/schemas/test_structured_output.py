@@ -86,7 +86,7 @@ class TestStructuredFields:
             {},
             {"response_format": {"type": "text"}},
             {"response_format": None, "guided_json": None, "structured_outputs": None},
-            {"structured_outputs": {}},
+            {"structured_outputs": {"json_object": False}},
             {"tools": [], "tool_choice": "auto"},
         ],
     )

@@ -223,7 +223,7 @@ PLACES: dict[str, Place] = {
     ),
     "StructuredOutputs": Place(
         PLAIN,
-        {},
+        {"json_object": False},
         {"json": SCHEMA, "regex": "a", "choice": ["a"], "grammar": 'start: "a"', "json_object": True},
         lambda one: {**BASE, "prompt": "hi", "structured_outputs": one},
     ),
