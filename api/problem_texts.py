@@ -25,6 +25,7 @@ _TEXTS: Mapping[str, str] = {
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
     "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
     "greater_than_equal": "must be at least {ge}",

@@ -65,7 +65,7 @@ OPENAI: list[Row] = [
     *wrong("best_of", 0, -1, 9, 10**9, True, n=1),
     *wrong("best_of", 1, "2", n=2),
     *wrong("best_of", 2, n=3),
-    *wrong("on_cold", "base", "", "WAIT", 1, True, ["wait"], {"wait": 1}, says=CHOICES),
+    *wrong("on_cold", "base", "", "WAIT", 1, True, ["wait"], {"wait": 1}, says=("must be", *CHOICES)),
     *wrong("cache_salt", "x" * 257, 1, True, ["x"]),
     *wrong("kv_policy", "window", {}, {"kind": "window"}, param="kv_policy*"),
     *wrong("kv_policy", {"kind": "h2o", "recent": 64}, says=("'kind' must be", "'window', 'select'", "not 'h2o'")),
