@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds, FileManager, KeyBounds, in_thread, new_file_id, unbroken
-from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
+from api.batches.input_lines import MAX_SHOWN_PROBLEMS, TooManyLines, duplicates, pending_lines, scan
 from api.batches.records import BatchRecord, BatchStatus, problem
 from api.batches.result_room import ResultRoom
 from api.batches.results import (
@@ -315,9 +315,10 @@ class BatchManager:
         try:
             async with self._looking:
                 found = await in_thread(scan, path, record.endpoint, self.bounds.max_lines)
-                malformed = found.problems or await in_thread(duplicates, path, found)
-            problems = [problem(one.message, one.code, one.number, one.param) for one in malformed]
-            if (more := found.num_malformed - len(found.problems)) > 0:
+                repeats = await in_thread(duplicates, path, found)
+            shown = sorted(found.problems + repeats, key=lambda line: line.number)[:MAX_SHOWN_PROBLEMS]
+            problems = [problem(one.message, one.code, one.number, one.param) for one in shown]
+            if (more := found.num_malformed + len(repeats) - len(shown)) > 0:
                 problems.append(problem(f"and {more} more lines are malformed", "invalid_line"))
             total = found.total
             if not total:

@@ -1,5 +1,6 @@
 """Define the bodies and form fields of /v1/files and /v1/batches."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from lorasrv.errors import InvalidRequest
 
 WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
+_WINDOW = re.compile(r"([0-9]{1,5})([mhd])", re.ASCII)
 MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
 MAX_METADATA = 16
 PURPOSES = ("batch",)
@@ -29,7 +31,7 @@ class BatchBody(Body):
 
     input_file_id: Annotated[str, StringConstraints(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
-    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,4}[mhd]$")]
+    completion_window: str
     metadata: Annotated[dict[Key, Text], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
     output_expires_after: Age | None = None
 
@@ -37,11 +39,13 @@ class BatchBody(Body):
         """Return the completion window in seconds.
 
         Raises:
-            InvalidRequest: it is longer than batches are kept.
+            InvalidRequest: it is no time, or longer than batches are kept.
         """
-        seconds = int(self.completion_window[:-1]) * WINDOW_UNITS_S[self.completion_window[-1]]
-        if seconds > MAX_WINDOW_S:
-            raise InvalidRequest("completion_window is at most 30d", param="completion_window")
+        given = _WINDOW.fullmatch(self.completion_window)
+        seconds = int(given[1]) * WINDOW_UNITS_S[given[2]] if given else 0
+        if not 0 < seconds <= MAX_WINDOW_S:
+            why = "completion_window must be a time in m, h or d, such as 24h, and at most 30d"
+            raise InvalidRequest(why, param="completion_window")
         return seconds
 
 

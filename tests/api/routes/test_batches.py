@@ -245,6 +245,9 @@ class TestBatches:
         [error] = batch.errors.data
         assert (error.line, error.code, error.param) == (3, "duplicate_custom_id", "custom_id")
         assert error.message == "custom_id 'a' is also that of line 1"
+        batch = finished([line("a"), "{}", line("b"), line("a"), "{}"])
+        found = [(error.line, error.code) for error in batch.errors.data]
+        assert found == [(2, "invalid_line"), (4, "duplicate_custom_id"), (5, "invalid_line")]
 
     def test_too_few_and_too_many_lines(self, finished, set_bounds) -> None:
         assert [finished(content).errors.data[0].code for content in (b"", b"\n \n")] == ["empty_file"] * 2
@@ -333,8 +336,7 @@ class TestBatches:
         [
             ({"input_file_id": "file-none"}, "input_file_id"),
             ({"endpoint": "/v1/embeddings"}, "endpoint"),
-            ({"completion_window": "soon"}, "completion_window"),
-            ({"completion_window": "99d"}, "completion_window"),
+            *(({"completion_window": window}, "completion_window") for window in ("soon", "0h", "24", "24h\n", "99d")),
             ({"metadata": {"a": "x" * 600}}, "metadata"),
             ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
         ],
@@ -344,6 +346,7 @@ class TestBatches:
             begin(client, lines(1), **fields)
         assert caught.value.status_code in (400, 404)
         assert str(caught.value.param).startswith(param)
+        assert param != "completion_window" or "such as 24h, and at most 30d" in caught.value.message
 
     def test_results_are_no_input_and_may_expire_sooner(self, client, finished) -> None:
         batch = finished(lines(1), output_expires_after={"anchor": "created_at", "seconds": 3600})
