@@ -46,13 +46,12 @@ def main(arguments: Arguments) -> None:
     check(events[-1].details.finish_reason == full.details.finish_reason)
     passed("text_generation, whole, streamed, with details")
 
-    for wrong, status in (({"adapter_id": "nobody"}, 404), ({"adapter_id": arguments.adapter, "top_p": 7.0}, 422)):
+    for wrong in ({"adapter_id": "nobody"}, {"adapter_id": arguments.adapter, "top_p": 7.0}):
         for stream in (False, True):
             try:
                 list(client.text_generation("x", max_new_tokens=3, stream=stream, **wrong))
             except (HfHubHTTPError, TextGenerationError) as error:
-                told = isinstance(error, ValidationError) or error.response.status_code == status
-                check(told, f"{type(error).__name__}: {error}")
+                check(isinstance(error, ValidationError), f"{type(error).__name__}: {error}")
             else:
                 check(False, f"{wrong} was accepted")
     try:
