@@ -39,7 +39,7 @@ from lorasrv.scheduler.token_budget import (
 from lorasrv.scheduler.waiting_lanes import BEAMS, PROMPT_ROWS
 from lorasrv.scheduler_output import NO_PROBES, PlannedDrafts, ProbeTree
 from lorasrv.speculation.draft_lengths import PlainStep, RowDraft, choose_lengths, min_survival
-from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.proposal import Proposal
 from lorasrv.speculation.speculator import Speculator
 
@@ -233,19 +233,19 @@ class StepPlanner:
             return []
         costs, step = self._memory.costs.step, self._plain_step(budget.counts)
         token_s = [costs.draft_token_s(request.num_tokens) for request, _ in limits]
-        asks = [
-            DraftAsk(request, most + request.num_pending_tokens, min_survival(step, seconds))
+        queries = [
+            DraftQuery(request, most + request.num_pending_tokens, min_survival(step, seconds))
             for (request, most), seconds in zip(limits, token_s, strict=True)
         ]
-        self.min_draft_chance = min(ask.min_survival for ask in asks)
-        proposals = self._speculator.propose(asks, PROPOSING_SHARE * step.seconds)
+        self.min_draft_chance = min(query.min_survival for query in queries)
+        proposals = self._speculator.propose(queries, PROPOSING_SHARE * step.seconds)
         rows = [RowDraft(proposal.survival, seconds) for proposal, seconds in zip(proposals, token_s, strict=True)]
         lengths = choose_lengths(rows, step, room)
         verified = [proposal.first(length) for proposal, length in zip(proposals, lengths, strict=True)]
-        asked = self._speculator.ask_models(asks, verified, token_s, step)
+        asked = self._speculator.ask_models(queries, verified, token_s, step)
         found = (
-            _WantedDrafts(ask.request, proposal, *of_model, self._speculator.probes(ask))
-            for ask, proposal, of_model in zip(asks, verified, asked, strict=True)
+            _WantedDrafts(query.request, proposal, *of_model, self._speculator.probes(query))
+            for query, proposal, of_model in zip(queries, verified, asked, strict=True)
         )
         return [row for row in found if row.proposal.token_ids or row.num_asked or row.probes.token_ids]
 

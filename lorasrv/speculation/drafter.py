@@ -13,7 +13,7 @@ from lorasrv.scheduler_output import NO_PROBES, ProbeTree
 
 
 @dataclass(frozen=True, slots=True)
-class DraftAsk:
+class DraftQuery:
     """Ask for a draft of one request."""
 
     # The scheduler's object: only read it, and only within the call.
@@ -48,11 +48,11 @@ class Drafter:
     # Whether `probes` may return any.
     has_probes = False
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, query: DraftQuery) -> Draft:
         """Return a draft of one request."""
         raise NotImplementedError
 
-    def probes(self, ask: DraftAsk) -> ProbeTree:
+    def probes(self, query: DraftQuery) -> ProbeTree:
         """Return guessed tokens for which the drafter wants to know the continuations, at most `MAX_PROBES`."""
         return NO_PROBES
 

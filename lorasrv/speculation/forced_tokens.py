@@ -1,6 +1,6 @@
 """Forced tokens: if a grammar allows only one continuation, no model is needed (keys and punctuation of JSON)."""
 
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftQuery
 
 
 class ForcedTokens(Drafter):
@@ -11,9 +11,9 @@ class ForcedTokens(Drafter):
 
     name = "grammar"
 
-    def draft(self, ask: DraftAsk) -> Draft:
-        state = ask.request.constraint_state
+    def draft(self, query: DraftQuery) -> Draft:
+        state = query.request.constraint_state
         if state is None:
             return NO_DRAFT
-        tokens = tuple(state.forced()[: ask.max_tokens])
+        tokens = tuple(state.forced()[: query.max_tokens])
         return Draft(tokens, ("forced",) * len(tokens))

@@ -18,7 +18,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 from lorasrv.scheduler_output import NO_PROBES, ProbeTree
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftQuery
 from sgmv_kernels.metadata.draft_trees import ROOT
 
 MAX_NGRAMS = 1 << 10
@@ -83,17 +83,17 @@ class Lookahead(Drafter):
         self._windows: dict[RequestId, _Window] = {}
         self._worth: LRUCache[AdapterKey | None, _Worth] = LRUCache(MAX_ADAPTERS)
 
-    def draft(self, ask: DraftAsk) -> Draft:
-        window = self._windows.get(ask.request.request_id)
-        tail = None if window is None else window.ngrams.get(ask.request.token_ids[-1])
+    def draft(self, query: DraftQuery) -> Draft:
+        window = self._windows.get(query.request.request_id)
+        tail = None if window is None else window.ngrams.get(query.request.token_ids[-1])
         if tail is None:
             return NO_DRAFT
         return Draft(tail, tuple(("depth", depth) for depth in range(len(tail))))
 
-    def probes(self, ask: DraftAsk) -> ProbeTree:
-        request = ask.request
+    def probes(self, query: DraftQuery) -> ProbeTree:
+        request = query.request
         fits = self._depth <= request.message.max_tokens - request.num_generated_tokens
-        if not (fits and self._pays(ask)):
+        if not (fits and self._pays(query)):
             return NO_PROBES
         window = self._windows.setdefault(request.request_id, _Window())
         if not window.levels:
@@ -130,9 +130,9 @@ class Lookahead(Drafter):
     def _of(self, request: Request) -> _Worth:
         return self._worth.setdefault(request.adapter_key, _Worth())
 
-    def _pays(self, ask: DraftAsk) -> bool:
+    def _pays(self, query: DraftQuery) -> bool:
         """Return whether the window is expected to gain more tokens than it costs, or is due for a trial."""
-        worth, cost = self._of(ask.request), ask.min_survival * len(self._parents)
+        worth, cost = self._of(query.request), query.min_survival * len(self._parents)
         if cost <= sum(worth.right**depth for depth in range(1, self._length)):
             worth.every = TRIAL_EVERY
             return True

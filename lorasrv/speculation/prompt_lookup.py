@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.speculation.text_match import BOUNDARY, INT32, MAX_MATCH, continuation
 
 
@@ -26,12 +26,12 @@ class _TextSearch(Drafter):
         """Return the tokens before the draft."""
         raise NotImplementedError
 
-    def draft(self, ask: DraftAsk) -> Draft:
-        request = ask.request
+    def draft(self, query: DraftQuery) -> Draft:
+        request = query.request
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = array(INT32, self._text(request))
-        return continuation(text, self._last(request), ask.max_tokens)
+        return continuation(text, self._last(request), query.max_tokens)
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)

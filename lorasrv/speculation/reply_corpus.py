@@ -12,7 +12,7 @@ from cachetools import LRUCache
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import Request, RequestStatus, is_salted
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftQuery
 from lorasrv.speculation.prompt_lookup import spoken
 from lorasrv.speculation.text_match import BOUNDARY, INT32, continuation
 
@@ -47,9 +47,9 @@ class ReplyCorpus(Drafter):
     def kept_bytes(self) -> int:
         return int(self._texts.currsize)
 
-    def draft(self, ask: DraftAsk) -> Draft:
-        text = self._texts.get(_key(ask.request))
-        return NO_DRAFT if text is None else continuation(text, spoken(ask.request), ask.max_tokens)
+    def draft(self, query: DraftQuery) -> Draft:
+        text = self._texts.get(_key(query.request))
+        return NO_DRAFT if text is None else continuation(text, spoken(query.request), query.max_tokens)
 
     def forget(self, request: Request) -> None:
         """Keep a finished answer, if its client allows that and it was neither aborted nor refused."""

@@ -17,7 +17,7 @@ from lorasrv.request import Request
 from lorasrv.scheduler_output import NO_PROBES, DrafterOutput, ProbeTree
 from lorasrv.speculation.draft_counts import DraftAccounts
 from lorasrv.speculation.draft_lengths import PlainStep
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.speculation.model_drafter import ModelDrafter, as_draft
 from lorasrv.speculation.proposal import NO_PROPOSAL, Chain, Proposal
 from lorasrv.speculation.survival import SurvivalTable
@@ -89,32 +89,32 @@ class Speculator:
         """Return whether drafts can be expected."""
         return bool(self._drafters or self._models)
 
-    def propose(self, asks: Sequence[DraftAsk], seconds: float) -> list[Proposal]:
-        """Return a proposal for each ask. Drafts with tokens left are used again. If the next token is pending, the
+    def propose(self, queries: Sequence[DraftQuery], seconds: float) -> list[Proposal]:
+        """Return a proposal for each query. Drafts with tokens left are used again. If the next token is pending, the
         proposal begins after it, and the chances include that the draft has guessed the pending token.
 
         Args:
             seconds: time for new drafts. A few requests always get them; the others get theirs in later steps.
         """
-        until, first = self._clock() + seconds, self._num_asked % max(1, len(asks))
-        in_turn = [*asks[first:], *asks[:first]]
-        for at in range(0, len(asks), ASKED_TOGETHER):
+        until, first = self._clock() + seconds, self._num_asked % max(1, len(queries))
+        in_turn = [*queries[first:], *queries[:first]]
+        for at in range(0, len(queries), ASKED_TOGETHER):
             some = in_turn[at : at + ASKED_TOGETHER]
             self._num_asked += len(some)
             self._draft(some)
             if self._clock() > until:
                 break
-        return [self._proposal(ask) for ask in asks]
+        return [self._proposal(query) for query in queries]
 
-    def probes(self, ask: DraftAsk) -> ProbeTree:
+    def probes(self, query: DraftQuery) -> ProbeTree:
         """Return the tokens that a drafter wants computed beside an answer's own."""
         for drafter in self._probing():
-            if ask.request.message.speculation.allows(drafter.name):
-                return self._guard(drafter, partial(drafter.probes, ask)) or NO_PROBES
+            if query.request.message.speculation.allows(drafter.name):
+                return self._guard(drafter, partial(drafter.probes, query)) or NO_PROBES
         return NO_PROBES
 
     def ask_models(
-        self, asks: Sequence[DraftAsk], verified: Sequence[Proposal], token_s: Sequence[float], step: PlainStep
+        self, queries: Sequence[DraftQuery], verified: Sequence[Proposal], token_s: Sequence[float], step: PlainStep
     ) -> list[tuple[str, int]]:
         """Choose the model that drafts for each answer's next step, and how many tokens; "" and 0 for none.
 
@@ -125,14 +125,14 @@ class Speculator:
             token_s: seconds that verifying one token of each answer adds to a step.
             step: the step without drafts.
         """
-        asked = [("", 0)] * len(asks)
+        asked = [("", 0)] * len(queries)
         for name, model in self._models.items():
             rows, numbers = list[tuple[Request, int]](), list[int]()
-            for number, (ask, own) in enumerate(zip(asks, verified, strict=True)):
-                most = min(_most_behind(ask.request, len(own.token_ids)), _longest(name, ask.request))
+            for number, (query, own) in enumerate(zip(queries, verified, strict=True)):
+                most = min(_most_behind(query.request, len(own.token_ids)), _longest(name, query.request))
                 is_free = not asked[number][1] and set(own.drafters) <= {name}
-                if most > 0 and is_free and ask.request.message.speculation.allows(name):
-                    rows.append((ask.request, most))
+                if most > 0 and is_free and query.request.message.speculation.allows(name):
+                    rows.append((query.request, most))
                     numbers.append(number)
             if not rows:
                 continue
@@ -210,43 +210,43 @@ class Speculator:
     def _probing(self) -> list[Drafter]:
         return [drafter for drafter in self._drafters if drafter.has_probes]
 
-    def _draft(self, asks: Sequence[DraftAsk]) -> None:
+    def _draft(self, queries: Sequence[DraftQuery]) -> None:
         """Ask each drafter for drafts of the requests for which it has none left."""
         for drafter in tuple(self._drafters):
-            those = [ask for ask in asks if self._wants(ask.request, drafter.name)]
+            those = [query for query in queries if self._wants(query.request, drafter.name)]
             if those:
                 self._guard(drafter, partial(self._begin, drafter, those))
 
-    def _begin(self, drafter: Drafter, asks: Sequence[DraftAsk]) -> None:
-        for ask in asks:
-            if (draft := drafter.draft(ask)).token_ids:
-                self._trails.setdefault(ask.request.request_id, {})[drafter.name] = _Trail(draft)
+    def _begin(self, drafter: Drafter, queries: Sequence[DraftQuery]) -> None:
+        for query in queries:
+            if (draft := drafter.draft(query)).token_ids:
+                self._trails.setdefault(query.request.request_id, {})[drafter.name] = _Trail(draft)
 
     def _wants(self, request: Request, name: str) -> bool:
         has_draft = name in self._trails.get(request.request_id, ())
         return not has_draft and request.message.speculation.allows(name)
 
-    def _proposal(self, ask: DraftAsk) -> Proposal:
+    def _proposal(self, query: DraftQuery) -> Proposal:
         """Return the draft that is expected to yield the most tokens, or a tree of all."""
-        request, chains = ask.request, list[Chain]()
+        request, chains = query.request, list[Chain]()
         skipped = request.num_pending_tokens
         for name, trail in self._trails.get(request.request_id, {}).items():
-            survival = self._chances(name, trail, ask)
+            survival = self._chances(name, trail, query)
             tokens = self._valid(request, trail.tokens[: len(survival)])
             chains.append(Chain(name, tokens[skipped:], survival[skipped : len(tokens)]))
         makes_trees = self._makes_trees and request.message.kv_policy is None
         if len(chains) > 1 and not makes_trees:
             chains = [max(chains, key=lambda chain: sum(chain.survival))]
-        found = Proposal.merged(chains).first(ask.max_tokens) if chains else NO_PROPOSAL
+        found = Proposal.merged(chains).first(query.max_tokens) if chains else NO_PROPOSAL
         self._proposed[request.request_id] = found
         return found
 
-    def _chances(self, name: str, trail: _Trail, ask: DraftAsk) -> tuple[float, ...]:
+    def _chances(self, name: str, trail: _Trail, query: DraftQuery) -> tuple[float, ...]:
         """Return, for each token of a draft that pays off, the chance that it and those before it are right."""
-        chances, chance, draw = [], 1.0, _draw(ask.request)
-        for evidence in trail.evidence[: ask.max_tokens]:
-            chance *= self._survival.estimate(name, ask.request.adapter_key, (draw, evidence))
-            if chance <= ask.min_survival:
+        chances, chance, draw = [], 1.0, _draw(query.request)
+        for evidence in trail.evidence[: query.max_tokens]:
+            chance *= self._survival.estimate(name, query.request.adapter_key, (draw, evidence))
+            if chance <= query.min_survival:
                 break
             chances.append(chance)
         return tuple(chances)

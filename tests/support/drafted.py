@@ -25,7 +25,7 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId, RequestOutput, TokenLogprobs
 from lorasrv.request import EngineCoreRequest, Request, RequestOptions, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.worker.adapter_loader import InlineLoader
 from lorasrv.worker.executor import InProcessExecutor
@@ -35,7 +35,7 @@ MAX_STEPS = 4000
 PAGE_SIZE = 16
 BLOCK = 3 * 2 * 2 * 16 * PAGE_SIZE * 4
 """Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
-Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
+Script = Callable[[list[int], DraftQuery, random.Random], Sequence[int]]
 """Function that returns draft tokens, given the tokens of plain decoding from here on."""
 
 
@@ -51,7 +51,7 @@ class ScriptedDrafter(Drafter):
         self.heard: dict[RequestId, list[int]] = {}
         self.forgotten: list[RequestId] = []
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, ask: DraftQuery) -> Draft:
         right = self.answers.get(ask.request.request_id, [])[ask.request.num_generated_tokens :]
         draft = scripted(self.script(right, ask, self.rng) if self.script is not None else ())
         self.num_proposed += len(draft.token_ids)
@@ -65,20 +65,20 @@ class ScriptedDrafter(Drafter):
         self.forgotten.append(request.request_id)
 
 
-def oracle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def oracle(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     return right[: ask.max_tokens]
 
 
-def liar(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def liar(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     wrong = [(token + 1 + rng.randrange(VOCAB - 1)) % VOCAB for token in right]
     return wrong[: ask.max_tokens]
 
 
-def guesser(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def guesser(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     return [rng.randrange(VOCAB) for _ in range(rng.randrange(ask.max_tokens + 1))]
 
 
-def mixed(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def mixed(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     """Draft right tokens, then wrong ones, then right ones again; beyond the end of the answer arbitrary ones."""
     tokens = [*right, *(rng.randrange(VOCAB) for _ in range(ask.max_tokens))][: rng.randrange(ask.max_tokens + 1)]
     for _ in range(rng.randrange(3)):
@@ -87,7 +87,7 @@ def mixed(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
     return tokens
 
 
-def rude(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def rude(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     """Draft more tokens than requested, and ids that are not tokens."""
     tokens = [*right, *range(VOCAB - 4, VOCAB + 40)]
     if rng.random() < 0.5:

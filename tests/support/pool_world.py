@@ -34,7 +34,7 @@ from lorasrv.scheduler_output import (
     SwapIn,
     SwapOut,
 )
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.speculation.speculator import Speculator
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
@@ -73,10 +73,10 @@ class Guesses(Drafter):
     def __init__(self, says: Callable[[int], int]) -> None:
         self._says = says
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, ask: DraftQuery) -> Draft:
         return scripted([self._guess(ask, depth) for depth in range(ask.max_tokens)])
 
-    def _guess(self, ask: DraftAsk, depth: int) -> int:
+    def _guess(self, ask: DraftQuery, depth: int) -> int:
         position = ask.request.num_tokens + depth
         return self._says(position) + (depth >= (ask.request.number + position) % 4)
 

@@ -26,7 +26,7 @@ from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
 from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
 from lorasrv.worker.executor import InProcessExecutor
 
@@ -75,7 +75,7 @@ class UnreliableDrafter(Drafter):
         self._rng = random.Random(0)
         self._asked = 0
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, ask: DraftQuery) -> Draft:
         self._asked += 1
         if self._asked % 256 < 32:
             return scripted([])

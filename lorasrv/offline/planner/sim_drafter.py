@@ -12,7 +12,7 @@ from collections.abc import Callable
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
-from lorasrv.speculation.drafter import NO_DRAFT, Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftQuery
 
 
 class RecordedDrafts(Drafter):
@@ -30,8 +30,8 @@ class RecordedDrafts(Drafter):
         self._recorded, self._right, self._wrong = recorded, right, wrong
         self._rngs: dict[RequestId, random.Random] = {}
 
-    def draft(self, ask: DraftAsk) -> Draft:
-        rid = ask.request.request_id
+    def draft(self, query: DraftQuery) -> Draft:
+        rid = query.request.request_id
         recorded = self._recorded(rid)
         if not recorded.accepted_tokens or not recorded.steps:
             return NO_DRAFT
@@ -39,7 +39,7 @@ class RecordedDrafts(Drafter):
         draw = rng.random()
         num_right = _rounded(recorded.accepted_tokens / recorded.steps, draw)
         count = _rounded(recorded.drafted_tokens / recorded.steps, draw)
-        tokens = ((self._right,) * num_right + (self._wrong,) * (count - num_right))[: ask.max_tokens]
+        tokens = ((self._right,) * num_right + (self._wrong,) * (count - num_right))[: query.max_tokens]
         return Draft(tokens, tuple(range(len(tokens))))
 
     def forget(self, request: Request) -> None:

@@ -30,7 +30,7 @@ from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import SlotMoves
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 
 WIDE = THREE_HEADS | {"head_dim": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -218,7 +218,7 @@ class Knowing(Drafter):
     def __init__(self, name: str, answers: dict[int, list[int]], offset: int) -> None:
         self.name, self._answers, self._offset = name, answers, offset
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, ask: DraftQuery) -> Draft:
         right = self._answers.get(ask.request.num_prompt_tokens, [])[ask.request.num_generated_tokens :]
         guess = [(token + self._offset) % VOCAB for token in right[: min(3, ask.max_tokens)]]
         return Draft(tuple(guess), (self.name,) * len(guess))

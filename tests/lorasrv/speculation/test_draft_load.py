@@ -16,7 +16,7 @@ from lorasrv.memory.cost_model import StepCosts
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.speculation.draft_counts import DraftAccounts
-from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.proposal import Proposal
 
 LOAD = 32
@@ -33,7 +33,7 @@ ASKS = [
 ]
 
 
-def often_right(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def often_right(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     return [token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in right[: ask.max_tokens]]
 
 

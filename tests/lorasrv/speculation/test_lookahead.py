@@ -20,7 +20,7 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import NO_PROBES, ModelRunnerOutput, SchedulerOutput
-from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation.lookahead import MAX_TRIAL_EVERY, TRIAL_EVERY, TRIAL_STEPS, Lookahead
 from lorasrv.worker.model_runner import ModelRunner
@@ -126,10 +126,10 @@ def test_windows_end_with_the_answer(looking: Drafted) -> None:
     assert looking.engine.retrier.most_tokens is None
 
 
-def ask_of(cost: float, tokens: list[int]) -> DraftAsk:
+def ask_of(cost: float, tokens: list[int]) -> DraftQuery:
     """An ask of an answer at which a token more brings `cost` tokens less."""
     message = EngineCoreRequest(RequestId("r"), tuple(tokens), 100, GREEDY)
-    return DraftAsk(Request(message, token_ids=tokens), 16, cost)
+    return DraftQuery(Request(message, token_ids=tokens), 16, cost)
 
 
 def test_ngrams_are_columns_of_the_window() -> None:

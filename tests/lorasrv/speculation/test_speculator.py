@@ -14,7 +14,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
+from lorasrv.speculation.drafter import Draft, Drafter, DraftQuery
 from lorasrv.speculation.forced_tokens import ForcedTokens
 from lorasrv.speculation.prompt_lookup import Prediction, PromptLookup
 from lorasrv.speculation.reply_corpus import ENTRY_BYTES, MAX_TOKENS, ReplyCorpus
@@ -46,7 +46,7 @@ def asked(
 
 
 def proposal(speculator: Speculator, request: Request, most: int = 8) -> tuple[int, ...]:
-    [found] = speculator.propose([DraftAsk(request, most)], 1.0)
+    [found] = speculator.propose([DraftQuery(request, most)], 1.0)
     return found.token_ids
 
 
@@ -66,7 +66,7 @@ class Fixed(Drafter):
     def __init__(self, tokens: Sequence[int], name: str = "fixed") -> None:
         self.name, self._tokens, self.num_asked = name, tokens, 0
 
-    def draft(self, ask: DraftAsk) -> Draft:
+    def draft(self, ask: DraftQuery) -> Draft:
         self.num_asked += 1
         return scripted(self._tokens)
 
@@ -200,7 +200,7 @@ class TestLearning:
         drafter.draft = lambda ask: Draft((5, 6, 7), ("first", "second", "third"))  # type: ignore
         for number in range(400):
             request = asked(str(number), answer=[1])
-            [found] = speculator.propose([DraftAsk(request, 8)], 1.0)
+            [found] = speculator.propose([DraftQuery(request, 8)], 1.0)
             say(speculator, request, 5)
             say(speculator, request, 6 if number % 4 == 0 else 1)
             finished(speculator, request)
@@ -222,9 +222,9 @@ class TestLearning:
         """What follows is as likely as the whole draft up to it, the pending token included."""
         drafter = Fixed([5, 6, 7])
         speculator, request = Speculator([drafter], VOCAB), asked(answer=[1])
-        [known] = speculator.propose([DraftAsk(request, 8)], 1.0)
+        [known] = speculator.propose([DraftQuery(request, 8)], 1.0)
         request.num_pending_tokens = 1
-        [pending] = speculator.propose([DraftAsk(request, 8)], 1.0)
+        [pending] = speculator.propose([DraftQuery(request, 8)], 1.0)
         assert (pending.token_ids, pending.survival) == ((6, 7), known.survival[1:])
         request.num_pending_tokens = 0
         say(speculator, request, 5)
@@ -277,7 +277,7 @@ class TestLearning:
                 proposal(speculator, request)
                 say(speculator, request, said)
         [mia], [bob], [new] = (
-            speculator.propose([DraftAsk(asked(name, answer=[1], adapter=key), 8)], 1.0)
+            speculator.propose([DraftQuery(asked(name, answer=[1], adapter=key), 8)], 1.0)
             for name, key in (("m", MIA), ("b", BOB), ("n", AdapterKey("c" * 64)))
         )
         assert bob.survival[0] < 0.2 < 0.4 < new.survival[0] < 0.6 < 0.8 < mia.survival[0]
@@ -293,7 +293,7 @@ class TestLearning:
         drafter = Fixed([5])
         ticks = itertools.count()
         speculator = Speculator([drafter], VOCAB, clock=lambda: float(next(ticks)))
-        asks = [DraftAsk(asked(str(number), answer=[1]), 8) for number in range(3 * ASKED_TOGETHER)]
+        asks = [DraftQuery(asked(str(number), answer=[1]), 8) for number in range(3 * ASKED_TOGETHER)]
         for now in range(1, 4):
             found = speculator.propose(asks, 0.0)
             assert sum(bool(one.token_ids) for one in found) == now * ASKED_TOGETHER

@@ -29,7 +29,7 @@ from lorasrv.memory.cost_model import Rate, StepCosts
 from lorasrv.outputs import EngineOutput, FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from lorasrv.speculation.drafter import DraftAsk
+from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
 from lorasrv.worker.executor import StepHandle
@@ -363,7 +363,7 @@ class TestDefaults:
                 assert bool(late.engine._in_flight) != pays
 
 
-def in_the_middle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+def in_the_middle(right: list[int], ask: DraftQuery, rng: random.Random) -> Sequence[int]:
     """What comes next, from the ninth token to the sixteenth."""
     return right[:4] if 8 <= ask.request.num_generated_tokens < 16 else ()
 
