@@ -19,6 +19,13 @@ ELSEWHERE: Mapping[str, str] = {
     "--kv-cache-memory-bytes": "Use --pool-bytes",
     "--speculative-config": "Drafts need no other model; see --speculation, --drafters and --draft-model",
     "--num-gpu-blocks-override": "Use --pool-bytes",
+    "--ssl-keyfile": "The server speaks plain HTTP: put a TLS proxy in front",
+    "--ssl-certfile": "The server speaks plain HTTP: put a TLS proxy in front",
+    "--max-logprobs": "The limits of log-probabilities are fixed: 20, and 5 for logprobs of /v1/completions",
+    "--guided-decoding-backend": "There is one implementation of grammars",
+    "--structured-outputs-config": "There is one implementation of grammars",
+    "--tokenizer": "The tokenizer is the one in the model's folder",
+    "--lora-extra-vocab-size": "An adapter brings its own tokens, and nothing is reserved for them",
     # SGLang
     "--model-path": "Use --model",
     "--lora-paths": "Use --lora-modules",
