@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,8 @@ from server import eventually, server
 from api.cluster.chooser import ReplicaAddress
 from lorasrv.memory import peer_pages
 from lorasrv.placement import prefill
+from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.worker.executor import StepHandle
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +57,19 @@ def cluster(replicas: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) ->
     for served in replicas:
         served.draining._until_s = None
         served.calm_down()
+
+
+@pytest.fixture
+def drained_in_time(replicas: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `a` take its time, so that its streams last until it drains, also if the test stands still for a moment."""
+    executor = replicas[0].engine._executor
+    submit = executor.submit
+
+    def slowly(step: SchedulerOutput) -> StepHandle:
+        time.sleep(0.02)
+        return submit(step)
+
+    monkeypatch.setattr(executor, "submit", slowly)
 
 
 def body_of(model: str, salt: str, tokens: int = 24) -> dict[str, Any]:
@@ -168,6 +184,7 @@ class Stream:
 TOKENS = 250
 
 
+@pytest.mark.usefixtures("drained_in_time")
 @pytest.mark.parametrize("name", ["tiny", "mia"])
 def test_a_draining_replica_hands_its_streams_over_with_their_pages(cluster: Any, name: str) -> None:
     expected, before = alone(cluster.b, name, TOKENS), received(cluster.b)
@@ -181,6 +198,7 @@ def test_a_draining_replica_hands_its_streams_over_with_their_pages(cluster: Any
     assert SENT < received(cluster.b) - before < SENT + TOKENS, "pages of the prompt, and of the answer so far"
 
 
+@pytest.mark.usefixtures("drained_in_time")
 def test_a_stream_that_moves_is_a_request_of_both(cluster: Any) -> None:
     """Each counts what it has generated, so that sums over replicas are of tokens that were computed."""
 
@@ -201,6 +219,7 @@ def test_a_stream_that_moves_is_a_request_of_both(cluster: Any) -> None:
     assert 0 < second[2] < TOKENS <= first[2] + second[2] < 2 * TOKENS
 
 
+@pytest.mark.usefixtures("drained_in_time")
 def test_a_draining_replica_hands_a_response_over(cluster: Any) -> None:
     sampling = {"max_output_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "speculation": False}
     body = {"model": "mia", "input": "of the sea", **sampling}
@@ -234,6 +253,7 @@ def test_a_stream_stays_where_nobody_else_goes_on(cluster: Any, why: str) -> Non
     assert (cluster.edge.stats.moved, cluster.edge.stats.lost) == (0, 0)
 
 
+@pytest.mark.usefixtures("drained_in_time")
 def test_what_moved_and_then_breaks_goes_on_once_more(cluster: Any) -> None:
     """The replica that took the stream over dies: the one that drains is not asked again, a third is."""
     expected = alone(cluster.b, "mia", TOKENS)
