@@ -37,6 +37,7 @@ _EXAMPLES: Mapping[str, str] = {
     "messages": '{"role": "user", "content": "Hello"}',
     "tool_choice": '{"type": "function", "function": {"name": "x"}}',
     "response_format": '{"type": "json_object"}',
+    "speculation": '{"max_draft": 4}, or true or false',
     "stream_options": '{"include_usage": true}',
 }
 """Field that is an object, or a list of objects -> example of such an object."""

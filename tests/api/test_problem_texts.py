@@ -31,6 +31,7 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         (ASKED | {"logit_bias": [5]}, "logit_bias: must be an object"),
         (ASKED | {"response_format": "json"}, 'response_format: must be an object such as {"type": "json_object"}'),
         (ASKED | {"stream_options": 5}, 'stream_options: must be an object such as {"include_usage": true}'),
+        (ASKED | {"speculation": "x"}, 'speculation: must be an object such as {"max_draft": 4}, or true or false'),
         (
             ASKED | {"tool_choice": 5},
             "tool_choice: must be 'none', 'auto' or 'required', or an object such as "

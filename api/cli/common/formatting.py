@@ -35,9 +35,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     ranks = _range(report["rank_min"], report["rank_max"])
     norm = f", norm of B {report['norm_b']:.4g}" if report.get("norm_b") is not None else ""
     scaling = _range(f"{report['scaling_min']:g}", f"{report['scaling_max']:g}")
-    drift = report.get("drift")
+    layers, drift = counted(report["layers"], "layer"), report.get("drift")
     return [
-        f"{report['modules_matched']} of {report['modules_expected']} modules matched in {report['layers']} layers, "
+        f"{report['modules_matched']} of {report['modules_expected']} modules matched in {layers}, "
         f"rank {ranks}, scaling {scaling}, {report['dtype']}, {size(report['weights_bytes'])}{norm}",
         *([] if drift is None else [drift_line(drift)]),
         *(f"notice: {notice}" for notice in report.get("notices") or ()),
