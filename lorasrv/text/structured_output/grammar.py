@@ -56,9 +56,10 @@ class Grammar:
             return self.text
         is_json = self.text.lstrip().startswith("{")
         first, *others = json.loads(self.text)["grammars"] if is_json else [{"lark_grammar": self.text}]
-        named = {"name": ANSWER.removeprefix("@"), **first}
-        preamble = self.preamble.replace(ANSWER, f"@{named['name']}")
-        return json.dumps({"grammars": [{"lark_grammar": preamble}, named, *others]})
+        answer = {**first, "name": ANSWER.removeprefix("@")}
+        # A grammar with a name may be part of others, and of itself.
+        parts = [answer, first, *others] if first.get("name") else [answer, *others]
+        return json.dumps({"grammars": [{"lark_grammar": self.preamble}, *parts]})
 
 
 def any_json_object(param: str) -> Grammar:

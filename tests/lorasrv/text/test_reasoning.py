@@ -16,7 +16,7 @@ from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import Markers, PromptEnd, ReasoningReader, detect_markers
-from lorasrv.text.structured_output.grammar import choice_of, grammar_of, json_of, regex_of
+from lorasrv.text.structured_output.grammar import Grammar, choice_of, grammar_of, json_of, regex_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Reasoning, TextReader, ToolCall
 from lorasrv.text.tool_parsers.formats import HERMES
@@ -171,14 +171,19 @@ def test_markers_that_are_special_tokens_are_shown() -> None:
     assert read.num_tokens == 3
 
 
+def parts_of(*parts: dict[str, Any]) -> Grammar:
+    return grammar_of(json.dumps({"grammars": parts}), "p")
+
+
 X = {"name": "b", "lark_grammar": 'start: "x"'}
 GRAMMARS = {
     "json": (json_of({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "p"), '{"a": 1}'),
     "regex": (regex_of("[<a-z>]+", "p"), "yes"),
     "choice": (choice_of(["yes", "yes, sir"], "p"), "yes, sir"),
     "lark": (grammar_of('start: "x" y+\n%ignore / /\ny: "y"', "p"), "x y y"),
-    "parts": (grammar_of(json.dumps({"grammars": [{"lark_grammar": "start: @b"}, X]}), "p"), "x"),
-    "named parts": (grammar_of(json.dumps({"grammars": [{"name": "main", "lark_grammar": "start: @b"}, X]}), "p"), "x"),
+    "parts": (parts_of({"name": None, "lark_grammar": "start: @b"}, X), "x"),
+    "named parts": (parts_of({"name": "in", "lark_grammar": 'start: @b | "(" @in ")"'}, X), "((x))"),
+    "a name with a blank": (parts_of({"name": "my own", "lark_grammar": "start: @b"}, X), "x"),
 }
 
 
