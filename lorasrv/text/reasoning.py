@@ -5,7 +5,6 @@ Qwen 3, SmolLM3 and models distilled from DeepSeek-R1 begin an answer with `<thi
 rest of the reasoning, or both markers, so the model writes no reasoning.
 """
 
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.structured_output.grammar import ANSWER, Grammar
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Part, Reasoning, ToolReader, possible_beginning
-from lorasrv.text.tool_parsers.formats import lark_term, special
+from lorasrv.text.tool_parsers.formats import WHITE, lark_up_to, special
 
 _TAIL_TOKENS = 64
 """Number of tokens at the end of a prompt that contain its last marker, in any tokenization."""
@@ -54,12 +53,11 @@ class Markers:
         rules = (
             f"start: {start}" if is_open else f"start: {ANSWER} | {start}",
             f"reasoning: opening{'?' if is_open else ''} thought",
-            _rule_up_to("opening", "BLANK", self.begin, tokenizer),
-            _rule_up_to("thought", "TEXT", self.end, tokenizer),
-            r"BLANK: /\s{0,2}/",
+            *lark_up_to("opening", "BLANK", self.begin, tokenizer),
+            *lark_up_to("thought", "TEXT", self.end, tokenizer),
+            f"BLANK: /{WHITE}{{0,2}}/",
             r"BREAKS: /\n{1,2}/",
-            # Without the marker, which ends the reasoning for a reader also where text spells a special token.
-            rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{_escaped(self.end)}(.|\n)*/",
+            r"TEXT: /(.|\n)*/",
         )
         return replace(grammar, preamble="\n".join(rules), begins_freely=is_open or grammar.begins_freely)
 
@@ -75,17 +73,6 @@ class Markers:
         """Return how the continuation of a message begins: inside its reasoning, or else in its content."""
         is_open = text.lstrip().startswith(self.begin) and self.end not in text
         return PromptEnd.OPEN if is_open else PromptEnd.CLOSED
-
-
-def _escaped(text: str) -> str:
-    """Return the regular expression of a text, to put it between Lark's slashes."""
-    return re.escape(text).replace("/", r"\/")
-
-
-def _rule_up_to(name: str, before: str, marker: str, tokenizer: Tokenizer) -> str:
-    """Return the Lark rule of the text `before` a marker and the marker. A marker that is text ends it at once."""
-    is_text = not special((marker,), tokenizer)
-    return f"{name}{'[lazy]' if is_text else ''}: {before} {lark_term(marker, tokenizer)}"
 
 
 _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))

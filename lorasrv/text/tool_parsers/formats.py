@@ -87,29 +87,24 @@ class ToolFormat:
         Raises:
             InvalidRequest: a schema is malformed or too large.
         """
-        shown = "".join(f" | TEXT <[{token}]>" for token in special((self.marker,), tokenizer))
-        shown_first = shown.replace("TEXT", "BLANK")
         rules = [
             f"start: {self.unforced}",
-            f"marker: {lark_term(self.marker, tokenizer)}",
-            f"head: written{shown}",
-            f"written[lazy]: TEXT {_quoted(self.marker)}",
-            f"first: BLANK | BLANK {_quoted(self.marker)}{shown_first}",
+            f"marker: {_term(self.marker, tokenizer)}",
+            *lark_up_to("head", "TEXT", self.marker, tokenizer),
+            *lark_up_to("marked", "BLANK", self.marker, tokenizer),
+            "first: BLANK | marked",
             r"TEXT: /(.|\n)*/",
-            # The white space that Python's `strip` removes.
-            r"BLANK: /[\s\x1c-\x1f]*/",
-            r"PLAIN: /[\s\x1c-\x1f]*([^\s\x1c-\x1f{](.|\n)*)?/ & ~/[\s\x1c-\x1f]*"
-            + re.escape(self.marker)
-            + r"(.|\n)*/",
+            f"BLANK: /{WHITE}*/",
+            rf"PLAIN: /{WHITE}*([^\s\x1c-\x1f{{](.|\n)*)?/ & ~/{WHITE}*{re.escape(self.marker)}(.|\n)*/",
         ]
         calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker), tokenizer)
         return replace(lark_of("\n".join([*rules, *calls]), "tools"), begins_freely=True)
 
     def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""
-        many = f" ({lark_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
+        many = f" ({_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
         begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
-        marker = lark_term(self.marker, tokenizer) if self.forces_marker else ""
+        marker = _term(self.marker, tokenizer) if self.forces_marker else ""
         yield f"calls: {marker} {begin} call{many} {end}"
         yield from self._calls(tools, self.around[0], tokenizer)
 
@@ -123,12 +118,14 @@ class ToolFormat:
                 yield f"tool_{number}: {head} arguments_{number} {_quoted('}' + self.around[1])}"
             else:
                 call_id, begin = self.between_parts
-                of_id = f"{lark_term(call_id, tokenizer)} /[a-zA-Z0-9]{{{self.id_chars}}}/ " if call_id else ""
-                head = f"{_quoted(tool.name)} {of_id}{lark_term(begin, tokenizer)}"
+                of_id = f"{_term(call_id, tokenizer)} /[a-zA-Z0-9]{{{self.id_chars}}}/ " if call_id else ""
+                head = f"{_quoted(tool.name)} {of_id}{_term(begin, tokenizer)}"
                 yield f"tool_{number}: {head} arguments_{number}"
             yield f"arguments_{number}: %json {schema}"
 
 
+WHITE = r"[\s\x1c-\x1f]"
+"""The white space that Python's `strip` removes, as a regular expression."""
 HERMES = ToolFormat(
     "hermes",
     OPEN,
@@ -188,10 +185,19 @@ def _unforced(tools: Sequence[Tool]) -> list[Tool]:
     return [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
 
 
-def lark_term(text: str, tokenizer: Tokenizer) -> str:
+def _term(text: str, tokenizer: Tokenizer) -> str:
     """Return the text as a term of Lark: the token, if it is a special one, which no text spells."""
     shown = special((text,), tokenizer)
     return f"<[{next(iter(shown))}]>" if shown else _quoted(text)
+
+
+def lark_up_to(name: str, before: str, marker: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the Lark rules of the text `before` a marker and the marker, as a special token or spelled by text. A
+    marker that is spelled ends the text at once, as for a reader.
+    """
+    tokens = "".join(f" | {before} <[{token}]>" for token in special((marker,), tokenizer))
+    yield f"{name}: {name}_spelled{tokens}"
+    yield f"{name}_spelled[lazy]: {before} {_quoted(marker)}"
 
 
 def _quoted(text: str) -> str:

@@ -203,9 +203,15 @@ async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
     compiled = await compiled_grammar(tokenizer, whole)
 
     def is_allowed(text: str) -> bool:
-        return allows(compiled, tokenizer, text)
+        # A reader takes a marker that is spelled for one that is a token.
+        [allowed] = {allows(compiled, spelling, text) for spelling in (tokenizer, builtin_tokenizer)}
+        return allowed
 
-    for reasoning in (f"<think>\nSo: {answer} <tool_call>\n</think>\n\n", "<think></think>", "\n<think>é</think>\n"):
+    for reasoning in (
+        f"<think>\nSo: {answer} <tool_call>\n</think>\n\n",
+        "<think></think>",
+        "\n\x1c<think>é</think>\n",
+    ):
         assert is_allowed(reasoning + answer)
         assert not is_allowed(reasoning), "the answer is missing"
         assert not is_allowed(reasoning + "No!")
@@ -213,8 +219,3 @@ async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
         assert is_allowed(reasoning.lstrip().removeprefix("<think>") + answer) == is_open
     assert is_allowed(answer) != is_open
     assert not is_allowed("<think>" + answer)
-    state = compiled.begin()
-    begun = tokenizer.encode("<think>a", add_special_tokens=False)
-    for token in (*begun, *builtin_tokenizer.encode(THINK.end, add_special_tokens=False)):
-        state.advance(token)
-    assert bool(state.error) == bool(is_special), "a reader would take the spelled marker for the special token"
