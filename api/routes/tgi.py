@@ -84,10 +84,11 @@ async def _plan(
     )
     writer = TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens, as_list)
     # As in TGI, the answer keeps the stop sequence that ended it. Without a chat template, it also keeps a leading
-    # space, because it continues the prompt's text.
+    # space, because it continues the prompt's text; with a grammar, because the grammar says how the text begins.
     markers = _markers(parameters, services) if grammar is None else None
     shown = frozenset[int]() if markers is None else markers.shown(_tokenizer(target, services))
-    text = TextOptions(shown_token_ids=shown, strip_start=bool(parameters.apply_chat_template), keep_stop=True)
+    strip_start = bool(parameters.apply_chat_template) and grammar is None
+    text = TextOptions(shown_token_ids=shown, strip_start=strip_start, keep_stop=True)
     return GenerationPlan(
         writer=writer,
         request_id=figures.answer_id,

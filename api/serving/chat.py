@@ -80,16 +80,19 @@ def plan_chat(
     if form is not None:
         grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer)
         shown |= form.shown(tokenizer)
-    text = body.text_options(shown, strip_start=not body.continue_final_message)
-    reasoning = None
-    if markers is not None and is_open is not None:
-        is_separate = body.separate_reasoning is not False
-        # Without a part of its own for reasoning, the whole content is what the grammar allows.
-        if grammar is not None and (is_separate or grammar.begins_freely):
-            grammar = markers.in_front_of(grammar, tokenizer, is_open=is_open)
+    is_separate = body.separate_reasoning is not False
+    if grammar is not None and markers is not None and is_open is not None:
         if is_separate:
-            is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
-            reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
+            grammar = markers.in_front_of(grammar, tokenizer, is_open=is_open)
+        else:
+            # Without a part of its own for reasoning, the whole content is what the grammar allows.
+            grammar = markers.amid(grammar, tokenizer)
+    begins_freely = grammar is None or grammar.begins_freely
+    text = body.text_options(shown, strip_start=begins_freely and not body.continue_final_message)
+    reasoning = None
+    if markers is not None and is_open is not None and is_separate:
+        is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
+        reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
     if form is None and reasoning is None:
         return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
     names = frozenset(tool.name for tool in tools)

@@ -367,7 +367,6 @@ def _options(plan: GenerationPlan, fields: RequestFields, target: ResolvedModel,
     if priority < 0 and not caller.may(Scope.ADMIN):
         # These requests precede all requests of priority 0, regardless of the keys' shares.
         raise ApiError(403, "priority below 0 requires a key of scope admin", code="forbidden", param="priority")
-    begins_freely = plan.grammar is None or plan.grammar.begins_freely
     return RequestOptions(
         adapter_key=target.ref.key if target.ref else None,
         principal=caller.principal,
@@ -377,7 +376,7 @@ def _options(plan: GenerationPlan, fields: RequestFields, target: ResolvedModel,
         charged_key=target.charged_key,
         priority=priority,
         timeout_s=fields.timeout_s,
-        text=plan.text if begins_freely else replace(plan.text, strip_start=False),
+        text=plan.text,
         beams=plan.beams,
         speculation=speculation_params(fields.speculation, fields.prediction, has_salt=bool(fields.cache_salt)),
         kv_policy=None if fields.kv_policy is None else fields.kv_policy.policy,

@@ -61,6 +61,14 @@ class Markers:
         )
         return replace(grammar, preamble="\n".join(rules), begins_freely=is_open or grammar.begins_freely)
 
+    def amid(self, grammar: Grammar, tokenizer: Tokenizer) -> Grammar:
+        """Return the grammar of an answer that may have markers anywhere in its text, if `grammar` leaves text free."""
+        # Markers that are text need no rule.
+        tokens = " | ".join(f"<[{token}]>" for token in sorted(self.shown(tokenizer)))
+        if not tokens or not grammar.begins_freely:
+            return grammar
+        return replace(grammar, preamble=f"start: {ANSWER} (marker {ANSWER})*\nmarker: {tokens}")
+
     def end_of_prompt(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> PromptEnd:
         """Return how the answer may begin, by the marker at the end of the prompt."""
         detokenizer = Detokenizer(tokenizer, EVERY_TOKEN)

@@ -14,6 +14,7 @@ from answers import events, refused
 from fake_engine import FakeEngine
 from response_items import read, rebuilt
 from spelled_engine import spelled, tiny_tokenizer
+from tiny_tokenizers import sentencepiece
 
 from adapter_store.spec import AddedToken
 from lorasrv.text.chat_template import ChatTemplate
@@ -49,6 +50,14 @@ def has_special_markers(engine: FakeEngine, thinks: Callable[..., None]) -> None
     added = [AddedToken(first + n, text, special=True) for n, text in enumerate(("[THINK]", "[/THINK]"))]
     engine.tokenizer = engine.tokenizer.extended(added)
     engine.script = spelled(engine.tokenizer, "[THINK]hm[/THINK]Hi.")
+
+
+@pytest.fixture
+def respond(server) -> Callable[..., Any]:
+    def ask(given: Any = "hi", **fields: Any) -> Any:
+        return server.http.post("/v1/responses", json={"model": "tiny-base", "input": given, **fields})
+
+    return ask
 
 
 def prompt_of(engine: FakeEngine) -> str:
@@ -197,6 +206,8 @@ class TestBesides:
             assert both(server, tools=[tool])[:3] == (f"I {CALL}?", "See:", "tool_calls")
             [call] = server.chat(tools=[tool]).json()["choices"][0]["message"]["tool_calls"]
             assert call["function"] == {"name": "clock", "arguments": '{"a": 1}'}
+        assert both(server, tools=[tool], separate_reasoning=False)[2] == "tool_calls"
+        assert not engine.added[-1].constraint.preamble, "a call in the reasoning is one, and has to match its schema"
         assert both(server, tools=[CLOCK], tool_choice="none")[:3] == (f"I {CALL}?", f"See:\n{CALL}", "stop")
 
     @pytest.mark.parametrize(
@@ -220,6 +231,14 @@ class TestBesides:
         thinks(templates.HERMES + ending, '{"a": 1}')
         assert both(server, **fields, separate_reasoning=False)[:2] == (None, '{"a": 1}')
         assert not engine.added[-1].constraint.preamble, "the content is the whole answer"
+
+    def test_tokens_are_counted_with_the_blank_that_a_grammar_keeps(self, server, engine, respond) -> None:
+        engine.tokenizer = sentencepiece("\n<think>/m{}", prepends=True)
+        engine.script = spelled(engine.tokenizer, "<think>hm</think>{}", eos=False)
+        wanted = {"response_format": {"type": "json_object"}}
+        assert both(server, **wanted) == ("hm", "{}", "length", len(" <think>hm</think>"))
+        body = respond(top_logprobs=1, text={"format": {"type": "json_object"}}).json()
+        assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["{", "}"]
 
     def test_a_grammar_without_reasoning_begins_with_the_first_token(self, server, engine, thinks) -> None:
         thinks(templates.HERMES + "<think>\n\n</think>\n\n", '{"a": 1}')
@@ -360,13 +379,6 @@ class TestRequests:
 
 
 class TestResponses:
-    @pytest.fixture
-    def respond(self, server) -> Callable[..., Any]:
-        def ask(given: Any = "hi", **fields: Any) -> Any:
-            return server.http.post("/v1/responses", json={"model": "tiny-base", "input": given, **fields})
-
-        return ask
-
     def test_it_is_an_item_in_front_of_the_message(self, respond) -> None:
         body = respond().raise_for_status().json()
         reasoning, message = body["output"]

@@ -317,15 +317,14 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
 async def test_reasoning_precedes_text_and_strict_calls(
     form: ToolFormat, is_open: bool, is_special: bool, builtin_tokenizer: Tokenizer
 ) -> None:
-    """What looks like a call in the reasoning is none; what follows the reasoning is text or a whole call."""
+    """What looks like a call in the reasoning is none; what follows the reasoning is text or a whole call. Calls are
+    read everywhere if the reasoning is part of the text."""
     first, tokenizer = builtin_tokenizer.vocab_size, builtin_tokenizer
     if is_special:
         tokenizer = tokenizer.extended([AddedToken(first, "[THINK]", True), AddedToken(first + 1, "[/THINK]", True)])
     tools = [Tool("clock", {"type": "object"}, is_strict=True)]
-    grammar = Markers("[THINK]", "[/THINK]").in_front_of(
-        form.unforced_grammar(tools, tokenizer), tokenizer, is_open=is_open
-    )
-    compiled = await compiled_grammar(tokenizer, grammar)
+    markers, grammar = Markers("[THINK]", "[/THINK]"), form.unforced_grammar(tools, tokenizer)
+    compiled = await compiled_grammar(tokenizer, markers.in_front_of(grammar, tokenizer, is_open=is_open))
     before, after = form.list_of[0] + form.around[0], form.around[1] + form.list_of[1]
     good = (form.marker if form.forces_marker else "") + before + call_of(form, "clock", "{}") + after
     bad, reasoning = good.replace("clock", "nobody"), f"\n[THINK]Hm {form.marker}.[/THINK]"
@@ -337,6 +336,10 @@ async def test_reasoning_precedes_text_and_strict_calls(
     if is_special:
         for text in ("No.[THINK]Hm.[/THINK]Noon.", "[THINK]a[/THINK]b[/THINK]"):
             assert not allows(compiled, tokenizer, text), "no text has these tokens"
+    together, thought = await compiled_grammar(tokenizer, markers.amid(grammar, tokenizer)), "Hm.[/THINK]"
+    for text in (thought, f"[THINK]{thought}Noon.", f"{thought}{good}"):
+        assert allows(together, tokenizer, text)
+    assert allows(together, tokenizer, f"[THINK]Hm.{bad}[/THINK]Noon.") == (form is LLAMA), "its calls begin answers"
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_13], ids=["hermes", "mistral", "mistral-13"])
