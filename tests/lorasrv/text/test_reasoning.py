@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spelled_engine import tiny_tokenizer
 
 from adapter_store.spec import AddedToken
+from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.detokenizer import Detokenizer
@@ -219,3 +220,12 @@ async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
         assert is_allowed(reasoning.lstrip().removeprefix("<think>") + answer) == is_open
     assert is_allowed(answer) != is_open
     assert not is_allowed("<think>" + answer)
+
+
+@pytest.mark.parametrize("text", ['{"grammars": []}', '{"grammars": [5]}'])
+async def test_a_malformed_grammar_is_refused_before_reasoning_precedes_it(
+    builtin_tokenizer: Tokenizer, text: str
+) -> None:
+    grammar = THINK.in_front_of(grammar_of(text, "p"), builtin_tokenizer, is_open=False)
+    with pytest.raises(InvalidRequest, match="p cannot be used"):
+        await compiled_grammar(builtin_tokenizer, grammar)
