@@ -222,8 +222,9 @@ class TestRequest:
     )
     @pytest.mark.parametrize("path", ["/generate", STREAM])
     def test_grammars(self, server, engine, fields: dict[str, Any], expected: object, path: str) -> None:
-        assert say(server, path, **fields).status_code == 200
+        assert say(server, path, apply_chat_template=True, **fields).status_code == 200
         assert engine.added[-1].constraint == expected
+        assert engine.added[-1].text.strip_start == (expected is None), "a grammar says how its text begins"
 
     def test_inert_values(self, server) -> None:
         """As lorax-client and InferenceClient send what was not set."""
