@@ -65,7 +65,7 @@ class GrammarCompiler:
 
         Args:
             own: the tokenizer of an adapter with its own tokens, which may be part of texts that the grammar allows.
-                Special tokens that a grammar names are the base's.
+                Special tokens that `grammar.text` names are the base's; its preamble may name those of `own`.
 
         Raises:
             InvalidRequest: invalid, unsatisfiable or too costly; names the field.
