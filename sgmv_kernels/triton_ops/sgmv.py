@@ -111,7 +111,7 @@ def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site
     )
     constants = {
         # Else y is columns of logits, of which there are more in steps with added tokens.
-        "DENSE": y.stride(0) == y.shape[1],
+        "DENSE": y.stride(0) == sum(widths),
         "N0": n0,
         "N1": n1,
         "N2": n2,
