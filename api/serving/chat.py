@@ -86,7 +86,7 @@ def plan_chat(
             grammar = markers.in_front_of(grammar, tokenizer, is_open=is_open)
         else:
             # Without a part of its own for reasoning, the whole content is what the grammar allows.
-            grammar = markers.amid(grammar, tokenizer)
+            grammar = markers.with_markers(grammar, tokenizer)
     begins_freely = grammar is None or grammar.begins_freely
     text = body.text_options(shown, strip_start=begins_freely and not body.continue_final_message)
     reasoning = None
@@ -133,11 +133,7 @@ def _is_open(body: ChatBody, markers: Markers, tokenizer: Tokenizer, prompt: Seq
 
 
 def _grammar_of_calls(
-    body: ChatBody,
-    grammar: Grammar | None,
-    form: ToolFormat,
-    tools: Sequence[Tool],
-    tokenizer: Tokenizer,
+    body: ChatBody, grammar: Grammar | None, form: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer
 ) -> Grammar | None:
     """Return the grammar of an answer with tools, given that of one without."""
     if grammar is not None:

@@ -61,7 +61,7 @@ class Markers:
         )
         return replace(grammar, preamble="\n".join(rules), begins_freely=is_open or grammar.begins_freely)
 
-    def amid(self, grammar: Grammar, tokenizer: Tokenizer) -> Grammar:
+    def with_markers(self, grammar: Grammar, tokenizer: Tokenizer) -> Grammar:
         """Return the grammar of an answer that may have markers anywhere in its text, if `grammar` leaves text free."""
         # Markers that are text need no rule.
         tokens = " | ".join(f"<[{token}]>" for token in sorted(self.shown(tokenizer)))

@@ -192,7 +192,7 @@ class WarmUpSteps:
         totals = classes(self._table, "max_rank", slices * self._max_rank)
         highest = [*(rank for rank in EXPAND_RANKS if rank < self._max_rank), self._max_rank]
         kinds = sorted({self._ranks(*pair) for pair in itertools.product(totals, highest)})
-        # Own rows of the head are ranks to the kernels.
+        # Kernels handle own rows of the head as they handle ranks.
         blocks = classes(self._table, "max_rank", BLOCK_ROWS)
         for at in range(max(len(kinds), len(blocks))):
             ranks, rows = kinds[at % len(kinds)], blocks[at % len(blocks)]

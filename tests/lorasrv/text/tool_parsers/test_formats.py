@@ -336,7 +336,7 @@ async def test_reasoning_precedes_text_and_strict_calls(
     if is_special:
         for text in ("No.[THINK]Hm.[/THINK]Noon.", "[THINK]a[/THINK]b[/THINK]"):
             assert not allows(compiled, tokenizer, text), "no text has these tokens"
-    together, thought = await compiled_grammar(tokenizer, markers.amid(grammar, tokenizer)), "Hm.[/THINK]"
+    together, thought = await compiled_grammar(tokenizer, markers.with_markers(grammar, tokenizer)), "Hm.[/THINK]"
     for text in (thought, f"[THINK]{thought}Noon.", f"{thought}{good}"):
         assert allows(together, tokenizer, text)
     assert allows(together, tokenizer, f"[THINK]Hm.{bad}[/THINK]Noon.") == (form is LLAMA), "its calls begin answers"
