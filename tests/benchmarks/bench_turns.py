@@ -10,6 +10,7 @@ processes that run one after the other (`bench_step.py --versus`) differ by a fi
 """
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -123,8 +124,8 @@ class Checkout:
     """Ask the process of a checkout, which ends with this object's context."""
 
     def __init__(self, root: Path, adapters: int) -> None:
-        # `harness` puts the checkout that it lies in first on the import path.
-        path = {**environment(root), "PYTHONPATH": str(root / "tests" / "benchmarks")}
+        # With the checkout's own `harness`; the process that compiles its kernels needs its packages, too.
+        path = {**environment(root), "PYTHONPATH": os.pathsep.join(map(str, (root / "tests" / "benchmarks", root)))}
         command = [sys.executable, "-P", __file__, "--serve", str(adapters)]
         self._process = subprocess.Popen(
             command, cwd=root, env=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
