@@ -267,7 +267,7 @@ def match_modules(
     if adapter_config is not None and adapter_config.selection.is_empty:
         notices["has no target_modules, where PEFT adapts its defaults for the model; the tensors say what is"] = None
     if added:
-        notices[f"has {len(added)} tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
+        notices[f"has tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
     if heads:
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
     of_lora = tuple(place for place in places.values() if place.part in (A, B))

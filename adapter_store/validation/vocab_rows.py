@@ -250,5 +250,5 @@ def row_notices(rows: tuple[VocabRows, ...]) -> list[str]:
     return [
         *(f"holds a trained copy of {module}: rows that differ from the base's are served" for module in copies),
         *(f"holds the base's own weights as {name}: rows are served that are not the base's" for name in frozen),
-        *(f"holds trained rows of {count} tokens of {module}" for module, count in tokens),
+        *(f"holds trained rows of {module}, of {count} token{'s' * (count > 1)}" for module, count in tokens),
     ]
