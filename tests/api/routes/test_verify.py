@@ -302,27 +302,6 @@ def wrong(base, layout, weights, dtype):
 served.pack_adapter = wrong
 worker.main()
 """
-GAIN_LEFT_OUT = """
-from lorasrv.offline.verify import worker
-from sgmv_kernels.ops import Ops
-def wrong(self, y, slab, plan, layer, place):
-    if place != 1:
-        right(self, y, slab, plan, layer, place)
-right, Ops.affine_ = Ops.affine_, wrong
-worker.main()
-"""
-ROWS_LEFT_OUT = """
-from lorasrv.offline.verify import worker
-from sgmv_kernels.ops import Ops
-Ops.own_logits_ = lambda *given: None
-worker.main()
-"""
-HEAD_COPY = {
-    "target_modules": ["q_proj", "v_proj"],
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [5, 9, 70],
-}
-BASES_COPY = {"target_modules": ["q_proj", "embed_tokens"], "save_embedding_layers": True}
 EVERYTHING = {"use_dora": True, "bias": "lora_only", "modules_to_save": ["norm"], "use_rslora": True}
 
 
@@ -350,29 +329,13 @@ class TestReal:
 
         return run
 
-    @pytest.mark.parametrize(
-        ("family", "lora", "settings", "verdict"),
-        [
-            pytest.param("llama", {}, {"quantization": "int8"}, "within", marks=pytest.mark.exhaustive),
-            pytest.param(
-                *("gemma3", {}, {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
-                marks=pytest.mark.exhaustive,
-            ),
-            ("qwen2", EVERYTHING, {"quantization": "none", "dtype": "float32"}, "exact"),
-            ("gemma3", EVERYTHING, {"quantization": "int8", "dtype": "float32"}, "within"),
-            ("llama", HEAD_COPY, {"quantization": "int8", "dtype": "float32"}, "within"),
-            ("qwen2", BASES_COPY, {"quantization": "none", "dtype": "float32"}, "exact"),
-        ],
-    )
-    def test_an_adapter_is_verified(
-        self, verified, family: str, lora: dict[str, Any], settings: dict[str, str], verdict: str
-    ) -> None:
-        done, stored = verified(family, lora=lora, **settings)
+    def test_an_adapter_is_verified(self, verified) -> None:
+        done, stored = verified("qwen2", lora=EVERYTHING, quantization="int8", dtype="float32")
         assert done.code == 0, done.err
-        assert (verdict in done.out, "computing with PEFT" in done.err) == (True, True)
-        assert stored["verdict"] == verdict
+        assert ("within" in done.out, "computing with PEFT" in done.err) == (True, True)
+        assert stored["verdict"] == "within"
         assert stored["adapter_error"]["positions"] == 4 * 9
-        assert stored["computed_with"]["quantization"] == settings["quantization"]
+        assert stored["computed_with"]["quantization"] == "int8"
         assert stored["effect"]["shows_in_logits"]
         assert names(stored) == names(EXAMPLE), "the description of the API and the console's test go by it"
         assert stored["cpu_seconds"] > 0
@@ -381,13 +344,3 @@ class TestReal:
     def test_sabotage_in_the_process_is_found(self, verified) -> None:
         done, _ = verified("llama", (sys.executable, "-P", "-c", TWICE_AS_STRONG), quantization="int8")
         assert (done.code, "differs" in done.out, "linears are off" in done.err) == (1, True, True)
-
-    def test_a_gain_that_is_left_out_is_found(self, verified) -> None:
-        command = (sys.executable, "-P", "-c", GAIN_LEFT_OUT)
-        done, _ = verified("llama", command, lora={"use_dora": True}, quantization="int8")
-        assert (done.code, "differs" in done.out, "o_proj" in done.out + done.err) == (1, True, True)
-
-    def test_rows_that_are_left_out_are_found(self, verified) -> None:
-        command = (sys.executable, "-P", "-c", ROWS_LEFT_OUT)
-        done, _ = verified("llama", command, lora=HEAD_COPY, quantization="int8")
-        assert (done.code, "differs" in done.out) == (1, True)

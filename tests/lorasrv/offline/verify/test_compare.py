@@ -32,6 +32,7 @@ from lorasrv.offline.verify.hf_config import config_from_spec
 from lorasrv.offline.verify.job import CannotVerify, VerifyJob
 from lorasrv.offline.verify.verdict import ComparisonOutcome
 from lorasrv.worker.decoder import Decoder
+from sgmv_kernels.ops import Ops
 
 Tiny = dict[str, Callable[..., Path]]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "ministral3", "mpt", "phi3", "smollm3")
@@ -40,6 +41,13 @@ PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
 ROUNDED = {"quantization": "int8", "dtype": "bfloat16"}
+EVERYTHING = {"use_dora": True, "bias": "lora_only", "modules_to_save": ["norm"], "use_rslora": True}
+HEAD_COPY = {
+    "target_modules": ["q_proj", "v_proj"],
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [5, 9, 70],
+}
+BASES_COPY = {"target_modules": ["q_proj", "embed_tokens"], "save_embedding_layers": True}
 
 
 def long(*values: object, **how: Any) -> Any:
@@ -142,6 +150,18 @@ class TestRight:
         light = {"strength": 1e-4, "target_modules": ["q_proj"]}
         peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, **light, **own)
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
+
+    @pytest.mark.parametrize(
+        ("family", "own"),
+        [("qwen2", EVERYTHING), ("gemma3", EVERYTHING), ("llama", HEAD_COPY), ("qwen2", BASES_COPY)],
+    )
+    @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying", "ignore:Careful, disabling adapter layers")
+    def test_what_an_adapter_has_beside_lora(
+        self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str, own: dict[str, Any]
+    ) -> None:
+        peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, strength=0.3, **own)
+        expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
+        expect(ComparisonOutcome.WITHIN, job_of(family, source=tmp_path, quantization="int8", kernels="numba"))
 
     @pytest.mark.parametrize("kind", WHOLE)
     def test_the_language_part_of_a_multimodal_model(self, job_of, tmp_path: Path, kind: str) -> None:
@@ -318,6 +338,21 @@ class TestWrong:
         assert verdict.figures.linears.num_wrong == 0
         assert (verdict.outcome, len(verdict.reasons)) == (ComparisonOutcome.DIFFERS, 1)
         assert "logits with the adapter" in verdict.reasons[0]
+
+    def test_a_gain_that_is_left_out(
+        self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peft_adapter(tiny_hf_checkpoints["llama"](), tmp_path, seed=1, strength=0.3, use_dora=True)
+        affine = Ops.affine_
+
+        def wrong(self: Ops, y: torch.Tensor, slab: torch.Tensor, plan: Any, layer: int, place: int) -> None:
+            if place != 1:
+                affine(self, y, slab, plan, layer, place)
+
+        monkeypatch.setattr(Ops, "affine_", wrong)
+        verdict = run(job_of(source=tmp_path, quantization="int8")).verdict
+        assert verdict.outcome == ComparisonOutcome.DIFFERS
+        assert "o_proj" in str(verdict.reasons)
 
     @pytest.mark.parametrize("options", [EXACT, long(ROUNDED)], ids=["float32", "int8-bf16"])
     @pytest.mark.parametrize(
