@@ -1,11 +1,35 @@
 """Compile a grammar without a server, and ask what texts it allows."""
 
-from contextlib import aclosing
+import asyncio
+import threading
+from functools import cache
 
+from adapter_store.spec import AddedToken
 from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.structured_output.matcher import CompiledGrammar
 from lorasrv.text.tokenizer import Tokenizer
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return a loop that runs beside those of the tests: their grammars share a sandbox process, which takes longer to
+    start than a grammar to compile."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="grammars of tests", daemon=True).start()
+    return loop
+
+
+@cache
+def with_tokens(tokenizer: Tokenizer, *texts: str, special: bool) -> Tokenizer:
+    """Return a tokenizer with more tokens: the same each time, so that its grammars share a process, too."""
+    first = tokenizer.vocab_size
+    return tokenizer.extended([AddedToken(first + n, text, special) for n, text in enumerate(texts)])
+
+
+@cache
+def _compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
 
 async def compiled_grammar(tokenizer: Tokenizer, grammar: Grammar) -> CompiledGrammar:
@@ -14,9 +38,8 @@ async def compiled_grammar(tokenizer: Tokenizer, grammar: Grammar) -> CompiledGr
     Raises:
         InvalidRequest: it is refused.
     """
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-    async with aclosing(compiler):
-        constraint = await compiler.compile(grammar)
+    compiling = _compiler(tokenizer).compile(grammar)
+    constraint = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(compiling, _loop()))
     assert isinstance(constraint, CompiledGrammar)
     return constraint
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import tool_templates as templates
-from compiled_grammars import allows, compiled_grammar
+from compiled_grammars import allows, compiled_grammar, with_tokens
 from hypothesis import example, given
 from hypothesis import strategies as st
 from spelled_engine import tiny_tokenizer
 
-from adapter_store.spec import AddedToken
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
@@ -196,10 +195,9 @@ async def test_an_answer_is_reasoning_and_what_a_grammar_allows(
 ) -> None:
     """Markers are text, tokens of their own, or special tokens."""
     grammar, answer = GRAMMARS[name]
-    tokenizer, first = builtin_tokenizer, builtin_tokenizer.vocab_size
+    tokenizer = builtin_tokenizer
     if is_special is not None:
-        added = [AddedToken(first + n, text, is_special) for n, text in enumerate((THINK.begin, THINK.end))]
-        tokenizer = tokenizer.extended(added)
+        tokenizer = with_tokens(tokenizer, THINK.begin, THINK.end, special=is_special)
     whole = THINK.in_front_of(grammar, tokenizer, is_open=is_open)
     compiled = await compiled_grammar(tokenizer, whole)
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import tool_templates as templates
-from compiled_grammars import allows, compiled_grammar
+from compiled_grammars import allows, compiled_grammar, with_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapter_store.spec import AddedToken
 from lorasrv.errors import InvalidRequest
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
@@ -213,8 +212,7 @@ def test_the_template_tells_the_format(builtin_source: Any, template: str, form:
 
 def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> None:
     first = builtin_tokenizer.vocab_size
-    tags = [AddedToken(first, "<tool_call>", special=True), AddedToken(first + 1, "</tool_call>", special=True)]
-    tokenizer = builtin_tokenizer.extended(tags)
+    tokenizer = with_tokens(builtin_tokenizer, "<tool_call>", "</tool_call>", special=True)
     assert HERMES.shown(tokenizer) == {first, first + 1}
     said = f"{_hermes(P)}\n{_hermes(C)}"
     written = Detokenizer(tokenizer, TextOptions(shown_token_ids=HERMES.shown(tokenizer)))
@@ -319,9 +317,7 @@ async def test_reasoning_precedes_text_and_strict_calls(
 ) -> None:
     """What looks like a call in the reasoning is none; what follows the reasoning is text or a whole call. Calls are
     read everywhere if the reasoning is part of the text."""
-    first, tokenizer = builtin_tokenizer.vocab_size, builtin_tokenizer
-    if is_special:
-        tokenizer = tokenizer.extended([AddedToken(first, "[THINK]", True), AddedToken(first + 1, "[/THINK]", True)])
+    tokenizer = with_tokens(builtin_tokenizer, "[THINK]", "[/THINK]", special=True) if is_special else builtin_tokenizer
     tools = [Tool("clock", {"type": "object"}, is_strict=True)]
     markers, grammar = Markers("[THINK]", "[/THINK]"), form.unforced_grammar(tools, tokenizer)
     compiled = await compiled_grammar(tokenizer, markers.in_front_of(grammar, tokenizer, is_open=is_open))
