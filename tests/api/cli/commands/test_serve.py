@@ -134,13 +134,12 @@ def refused(process: "subprocess.Popen[str]") -> list[str]:
     return err.splitlines()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
+def test_ready_line_and_a_clean_end(start: Start) -> None:
     process = start("--json")
     told = ready(process)
     assert (told["event"], told["model"], told["quantization"], told["pages"]) == ("ready", "tiny-base", "int8", 10)
     assert httpx2.get(told["url"] + "/ready").status_code == 200
-    process.send_signal(how)
+    process.terminate()
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "")
     progress = (" ...", ": 25 %", ": 50 %", ": 75 %", " done")
@@ -148,13 +147,16 @@ def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
 
 
 @pytest.mark.long
-def test_plain_ready_line(start: Start) -> None:
+def test_plain_ready_line_and_an_interrupt(start: Start) -> None:
     process = start("--served-model-name", "house")
     line = process.stdout.readline()
     assert line.startswith("ready: http://127.0.0.1:")
     assert not line.startswith("ready: http://127.0.0.1:8000 "), "--port 0 is a free port, not the default"
     assert "model house (int8)" in line
     assert process.stdout.readline() == f"console: {line.split()[1]}/console\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, "Traceback" in err) == (0, "", False)
 
 
 def test_on_a_terminal_the_bars_end_when_it_is_ready(tmp_path: Path) -> None:
