@@ -67,6 +67,30 @@ class Comm(ABC):
         """Free the resources of the transport."""
 
 
+class LoneComm(Comm):
+    """Carry nothing: what other ranks would send is zeros.
+
+    Args:
+        device: device of the tensors.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank)
+        self._device = device
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Do nothing."""
+
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
+
+    def gather(self, part: Tensor, shapes: Sequence[Shape], ranks: tuple[int, ...]) -> list[Tensor]:
+        return [self.receive(shape, part.dtype, rank) for shape, rank in zip(shapes, ranks, strict=True)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class MemoryComm(Comm):
     """Carry tensors between threads of one process: for tests.
 

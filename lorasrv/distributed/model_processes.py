@@ -1,5 +1,6 @@
 """The processes that compute one model: usually this one alone, otherwise several ranks, of which it is the first."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -71,6 +72,14 @@ class ModelProcesses(Protocol):
             ConfigError, NotEnoughMemory: one of them reports it.
         """
 
+    def warming_up(self, max_rank: int, *, has_trees: bool) -> AbstractContextManager[object]:
+        """Return a block in which the other processes warm up as `ModelRunner.warm_up` does, after `open`.
+
+        Raises (by the block):
+            NotEnoughMemory: one of them reports it.
+            EngineDead: one of them cannot warm up, or has ended.
+        """
+
     def executor(self, runner: ModelRunner) -> Executor:
         """Return the executor over all processes, after `open`. Closing it ends the others."""
 
@@ -103,6 +112,10 @@ class OneProcess:
         del memory, limits, ops
         return Exchange()
 
+    def warming_up(self, max_rank: int, *, has_trees: bool) -> AbstractContextManager[object]:
+        del max_rank, has_trees
+        return nullcontext()
+
     def executor(self, runner: ModelRunner) -> Executor:
         return LaunchingExecutor(runner) if self._device.type == "cuda" else ThreadedExecutor(runner)
 
@@ -122,6 +135,7 @@ class SeveralProcesses:
         self.slabs_elsewhere = sum(spec.num_slabs for spec in ranks.specs[1:])
         self.why_no_policy = f"not with {ranks.partition.text}"
         self.wait_loaded, self.open, self.close = ranks.wait_loaded, ranks.open, ranks.close
+        self.warming_up = ranks.warming_up
 
     def part(self, checkpoint: Checkpoint) -> Checkpoint:
         return PartCheckpoint(checkpoint, self._ranks.spec)

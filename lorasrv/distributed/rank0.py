@@ -1,5 +1,6 @@
 """Rank 0 of a partition: starts the other ranks, and provides what the factory needs from them."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,15 +21,16 @@ import torch.distributed as dist
 
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
 from lorasrv.distributed.comm import Comm
-from lorasrv.distributed.frames import Frame
+from lorasrv.distributed.frames import Frame, LinkClosed
 from lorasrv.distributed.partition import Partition
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
-from lorasrv.distributed.rank_links import POOL, START, RankLinks, RankSockets
+from lorasrv.distributed.rank_links import POOL, START, RankFailed, RankLinks, RankOutOfMemory, RankSockets
 from lorasrv.distributed.rank_spec import RankSpec, pool_widths
 from lorasrv.distributed.rank_start import RankSetup, start_fields, torch_comm
+from lorasrv.distributed.rank_worker import WARM_UP
 from lorasrv.distributed.step_frames import encode_moves
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, EngineDead, NotEnoughMemory
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import ENGINE_THREADS
@@ -259,6 +261,24 @@ class Ranks:
         tell = lambda moves: self.links.tell(encode_moves(moves))  # noqa: E731
         self._exchange = make_exchange(self._comm, self.specs, limits.activation, memory, ops, tell)
         return self._exchange
+
+    @contextlib.contextmanager
+    def warming_up(self, max_rank: int, *, has_trees: bool) -> Iterator[None]:
+        """Have the other ranks warm up, each alone, while the block does the same in this one.
+
+        Raises:
+            NotEnoughMemory: a rank reports it.
+            EngineDead: a rank cannot warm up, or has ended.
+        """
+        try:
+            with self.links.asking(Frame(WARM_UP, {"max_rank": max_rank, "has_trees": has_trees})):
+                yield
+        except RankOutOfMemory as error:
+            raise NotEnoughMemory(str(error)) from error
+        except RankFailed as error:
+            raise EngineDead(f"a rank cannot warm up: {error}") from error
+        except LinkClosed as error:
+            raise EngineDead(self.links.why_lost(error)) from error
 
     @property
     def exchange(self) -> RankExchange:

@@ -2,6 +2,7 @@
 send logits to rank 0. With rows: gather keys and values of all rows, and send last states to rank 0.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorasrv.distributed.comm import Comm
+from lorasrv.distributed.comm import Comm, LoneComm
 from lorasrv.distributed.partition import Span
 from lorasrv.distributed.rank_spec import RankSpec, Rows, width
 from lorasrv.scheduler_output import SlotMoves
@@ -81,6 +82,11 @@ class PartExchange(RankExchange):
         # Ranks with logits and their numbers of columns, in column order.
         self._heads = [(s.rank, width(s.vocab)) for s in sorted(last, key=lambda s: s.column)]
 
+    def alone(self) -> Exchange:
+        found = copy.copy(self)
+        found._comm = LoneComm(self._comm.rank, self._device)
+        return found
+
     def arrive(self, num_rows: int) -> Tensor:
         return self._comm.receive((num_rows, self._spec.hidden_size), self._dtype, self._before)
 
@@ -132,6 +138,10 @@ class RowExchange(RankExchange):
         self._written: AttentionPlan | None = None
         # For each rank, the places of its rows among all rows that need logits.
         self._sampled: list[Rows] = []
+
+    def alone(self) -> Exchange:
+        # A rank computes any number of rows, up to those of the largest step.
+        return Exchange()
 
     def divide(self, rows: StepRows) -> StepRows:
         self._spans = spans_of(rows, len(self._ranks)) if len(rows.token_ids) >= DIVIDED_FROM else []

@@ -63,6 +63,10 @@ class RankSpec(ModelSpec):
         return _scaled(self.part.kv_heads, self.whole.num_heads // self.whole.num_kv_heads)
 
     @property
+    def adapts_ends(self) -> bool:
+        return bool(self.part.row_ranks)
+
+    @property
     def has_table_head(self) -> bool:
         return self.whole.tied_head
 

@@ -160,4 +160,4 @@ def _make_model(setup: RankSetup, weights: ModelWeights, ops: Ops, comm: Comm, p
     limits = DecoderLimits(pool["max_model_len"], pool["max_rows"], pool["max_samples"], dtype, activation)
     exchange = make_exchange(comm, setup.specs, activation, memory, ops)
     decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
-    return RankModel(setup.spec, weights, memory, decoder, dtype, ops, exchange)
+    return RankModel(setup.spec, weights, memory, decoder, limits, ops, exchange)

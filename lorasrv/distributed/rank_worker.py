@@ -14,8 +14,8 @@ from lorasrv.distributed.rank_links import AFTER, DONE, MEMORY, OTHER, STOP, fai
 from lorasrv.distributed.rank_spec import RankSpec
 from lorasrv.distributed.step_frames import PAGES, SLOTS, STEP, decode_moves, decode_page_op, decode_step
 from lorasrv.worker.adapter_packing import pack_adapter
-from lorasrv.worker.decoder import Decoder
-from lorasrv.worker.device import is_out_of_memory
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device import compiles_kernels, is_out_of_memory
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.forward_batch import build_batch
@@ -23,8 +23,8 @@ from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.ops import Ops
 
 _LOG = logging.getLogger(__name__)
-READ, FILL, COMMIT = "read", "fill", "commit"
-"""Read pages, fill pages, and commit memory for pages."""
+READ, FILL, COMMIT, WARM_UP = "read", "fill", "commit", "warm-up"
+"""Read pages, fill pages, commit memory for pages, and compile kernels before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RankModel:
     weights: ModelWeights
     memory: DevicePool
     decoder: Decoder
-    adapter_dtype: torch.dtype
+    limits: DecoderLimits
     ops: Ops
     exchange: Exchange
 
@@ -90,7 +90,12 @@ class RankWorker:
         Raises:
             Exception: a step could not be computed, or rank 0 has ended; neither can be repaired.
         """
-        asked: dict[str, Callable[[Frame], Frame]] = {PAGES: self._apply, READ: self._read, COMMIT: self._commit}
+        asked: dict[str, Callable[[Frame], Frame]] = {
+            WARM_UP: self._warm_up,
+            PAGES: self._apply,
+            READ: self._read,
+            COMMIT: self._commit,
+        }
         told: dict[str, Callable[[Frame], None]] = {STEP: self._compute, SLOTS: self._move}
         try:
             while (frame := orders.receive()).kind != STOP:
@@ -118,10 +123,19 @@ class RankWorker:
         except LinkClosed:
             pass  # rank 0 has ended; `serve` notices that, too
 
+    def _warm_up(self, frame: Frame) -> Frame:
+        model = self._model
+        if compiles_kernels(model.memory.device, model.ops):
+            # Imported only here: it needs Triton.
+            from lorasrv.worker.warm_up import warm_up
+
+            warm_up(model.decoder, model.memory, model.limits, model.ops, **frame.fields)
+        return Frame(DONE)
+
     def _compute(self, frame: Frame) -> None:
         step = decode_step(frame, self._places.place)
         model = self._model
-        batch = build_batch(step, model.memory, model.adapter_dtype, model.ops, exchange=model.exchange)
+        batch = build_batch(step, model.memory, model.limits.adapter_dtype, model.ops, exchange=model.exchange)
         model.decoder.forward(batch)
 
     def _move(self, frame: Frame) -> None:
@@ -147,7 +161,7 @@ class RankWorker:
         model = self._model
         layout = decode_layout(frame, model.spec)
         placed = self._places.make(layout, decode_runs(frame))
-        packed = pack_adapter(model.weights, layout, decode_weights(frame), model.adapter_dtype)
+        packed = pack_adapter(model.weights, layout, decode_weights(frame), model.limits.adapter_dtype)
         model.memory.write_adapter(packed, placed)
         self._places.learn(frame.fields["number"], layout)
         return Frame(DONE)

@@ -113,7 +113,8 @@ def _build(
     models = model_names(drafting) if processes.can_draft else []
     runner = _runner(model, loaded, processes, pool, _draft_heads(model, models, adapters))
     has_trees = drafting.draft_trees or drafting.lookahead is not None
-    runner.warm_up(config.memory.max_lora_rank, progress, has_trees=has_trees)
+    max_rank = config.memory.max_lora_rank
+    runner.warm_up(max_rank, progress, processes.warming_up(max_rank, has_trees=has_trees), has_trees=has_trees)
     made = make_drafters(drafting) if drafters is None else drafters
     speculator = Speculator(made, spec.vocab_size, models=models, makes_trees=drafting.draft_trees)
     parts = EngineParts(

@@ -151,10 +151,13 @@ def full_layout(spec: ModelSpec, rank: int, itemsize: int) -> AdapterLayout:
 
 
 def with_everything(spec: ModelSpec, layout: AdapterLayout, rank: int, block_rows: int) -> AdapterLayout:
-    """Return the layout of an adapter that also scales and shifts every output, with this rank outside the layers. It
-    has `block_rows` own rows in each block; the last is that of a token which the base lacks."""
+    """Return the layout of an adapter that also scales and shifts every output, with this rank outside the layers if it
+    may change anything there. It has `block_rows` own rows in each block; the last is that of a token which the base
+    lacks."""
     places = place_widths(spec)
     vectors = ((GAIN | SHIFT,) * len(places),) * layout.num_layers
+    if not spec.adapts_ends:
+        return replace(layout, places=places, vectors=vectors)
     tokens = np.arange(max(0, spec.vocab_size + 1 - block_rows * spec.num_slabs), spec.vocab_size + 1)
     ends, rows = ends_layout(spec, rank, rank, layout.itemsize), rows_layout(spec, (tokens, tokens), layout.itemsize)
     return replace(layout, places=places, vectors=vectors, ends=ends, rows=rows)

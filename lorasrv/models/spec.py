@@ -193,6 +193,11 @@ class ModelSpec:
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
     @property
+    def adapts_ends(self) -> bool:
+        """Return whether adapters may change the embedding and the head: only where a rank has all of both."""
+        return True
+
+    @property
     def has_table_head(self) -> bool:
         """Return whether the head is tied to the embedding, even if another rank has the embedding."""
         return self.tied_head

@@ -4,6 +4,7 @@ The base linear first, then SGMV adds each row's own adapter. Activations are fp
 vocabulary.
 """
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,13 @@ class Decoder:
     def weights(self) -> ModelWeights:
         """Return the base model."""
         return self._weights
+
+    def alone(self) -> "Decoder":
+        """Return a decoder of the same weights and memory that computes its part of each pass without the other
+        processes, see `Exchange.alone`."""
+        found = copy.copy(self)
+        found._exchange = self._exchange.alone()
+        return found
 
     @property
     def page_size(self) -> int:

@@ -58,6 +58,11 @@ def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
+def compiles_kernels(device: torch.device, ops: Ops) -> bool:
+    """Return whether these kernels are compiled for a GPU as they are launched, so that a warm-up is due."""
+    return device.type == "cuda" and ops.name == "triton"
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Hold the bytes of a device's memory; on a CPU, of the host's memory."""

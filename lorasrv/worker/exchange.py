@@ -34,6 +34,11 @@ class Exchange:
     # Whether passes may be recorded as graphs; not if they wait for other processes.
     can_record = True
 
+    def alone(self) -> "Exchange":
+        """Return an exchange with which this process computes its part of a pass, with the same shapes, while the
+        others do not: their parts are zeros."""
+        return self
+
     def divide(self, rows: StepRows) -> StepRows:
         """Return the rows of the next pass that this process computes."""
         return rows

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from lorasrv.scheduler_output import (
 )
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.decoder import Decoder, DecoderLimits, DecoderPass
-from lorasrv.worker.device import ENGINE_THREADS, find_best_team
+from lorasrv.worker.device import ENGINE_THREADS, compiles_kernels, find_best_team
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads
 from lorasrv.worker.draft_rows import LastStates
@@ -101,8 +102,6 @@ class ModelRunner:
         self._limits = limits
         self._ops = ops
         self._exchange = exchange or Exchange()
-        # A pass that waits for other processes cannot be a graph.
-        on_gpu = memory.device.type == "cuda" and ops.name == "triton" and self._exchange.can_record
         self._decoder = Decoder(weights, memory, limits, ops, exchange=exchange)
         self._graphs: GraphedSteps | None = None
         self._late_kernels: LateKernels | None = None
@@ -128,7 +127,8 @@ class ModelRunner:
             self._drafting = decoder, draft_model.memory
             self._models["model"] = DraftRunner(decoder, self._batch, limits, has_own_cache=True)
         self._draft_memory = None if draft_model is None else draft_model.memory
-        if on_gpu:
+        # A pass that waits for other processes cannot be a graph.
+        if compiles_kernels(memory.device, ops) and self._exchange.can_record:
             # Imported only here: it needs Triton.
             from lorasrv.worker import cuda_graphs
 
@@ -140,15 +140,20 @@ class ModelRunner:
         """Return how many kernels steps have waited for despite the warm-up; 0 on a CPU."""
         return 0 if self._late_kernels is None else self._late_kernels.count
 
-    def warm_up(self, max_rank: int, progress: Progress, *, has_trees: bool = False) -> None:
+    def warm_up(
+        self, max_rank: int, progress: Progress, others: AbstractContextManager[object], *, has_trees: bool = False
+    ) -> None:
         """Compile the kernels of a GPU and capture the commonest graphs, while the pool is empty; do nothing on a CPU.
 
         Args:
             max_rank: highest rank of an adapter that is served.
+            others: block in which the other processes of the model warm up, once this one has compiled its kernels,
+                which are mostly theirs.
             has_trees: whether drafts may be trees.
         """
-        if self._graphs is None:
-            return
+        if not compiles_kernels(self._memory.device, self._ops):
+            with others:
+                return
         from lorasrv.worker.warm_up import WarmUpSteps, compile_kernels, passes
         from sgmv_kernels.triton_ops.kernel_compiler import count_late
 
@@ -159,8 +164,12 @@ class ModelRunner:
             decoder, memory = self._drafting
             launches += passes(WarmUpSteps(decoder.weights.spec, memory, limits, 0), decoder, memory, limits, ops)
         compile_kernels(launches, progress)
-        for step in steps.common():
-            self._graphs.compute(step)
+        with others:
+            for run in launches:
+                run()
+            if self._graphs is not None:
+                for step in steps.common():
+                    self._graphs.compute(step)
         self._late_kernels = count_late()
 
     @property

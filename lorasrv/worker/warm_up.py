@@ -4,7 +4,7 @@ The kernels of a step depend on its rows, on the rows with logits, on the ranks 
 split into parts and on whether there is a prompt. Numbers matter only by the classes between the bounds of the device's
 table and, up to `ROPE_ROWS` rows, by powers of two. So one step of every class launches all kernels. The adapters of
 these steps change everything that an adapter can, including the ends of the model, gains and shifts. Pages and panels
-lie at the start of the empty pool.
+lie at the start of the empty pool. Each of several processes warms up alone, with the shapes of its part of the model.
 
 Source: steps of dummy requests before the server is ready, vLLM.
 """
@@ -36,7 +36,7 @@ from sgmv_kernels.metadata.draft_trees import ROOT
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS
 from sgmv_kernels.triton_ops.block_sizes import PARTS, attention_config, device_name, table_of
-from sgmv_kernels.triton_ops.kernel_compiler import load, noted
+from sgmv_kernels.triton_ops.kernel_compiler import count_late, load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
 from sgmv_kernels.triton_ops.sgmv_metadata import EXPAND_RANKS
 
@@ -45,14 +45,23 @@ _ADAPTER = AdapterKey("warm-up")
 
 
 def compile_kernels(launches: Sequence[Callable[[], object]], progress: Progress) -> None:
-    """Compile and load every kernel that these passes launch, then run them, because libraries load their own
-    kernels."""
+    """Compile and load every kernel that these passes launch. Run them afterwards: libraries load their own kernels."""
     with torch.inference_mode(), noted() as keys:
         for run in launches:
             run()
     load(keys, progress)
+
+
+def warm_up(
+    decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops, max_rank: int, *, has_trees: bool
+) -> None:
+    """Compile and run every kernel of the part of a model that this process computes, then log those that are late."""
+    steps = WarmUpSteps(decoder.weights.spec, memory, limits, max_rank, has_trees=has_trees)
+    launches = passes(steps, decoder, memory, limits, ops)
+    compile_kernels(launches, lambda what, done: None)
     for run in launches:
         run()
+    count_late()
 
 
 def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> None:
@@ -66,8 +75,10 @@ def compute(step: SchedulerOutput, decoder: Decoder, memory: DevicePool, limits:
 def passes(
     steps: "WarmUpSteps", decoder: Decoder, memory: DevicePool, limits: DecoderLimits, ops: Ops
 ) -> list[Callable[[], object]]:
-    """Return passes that launch every kernel of a model: those of its steps, and of the loads of adapters."""
-    computed = [partial(compute, step, decoder, memory, limits, ops) for step in steps.all()]
+    """Return passes that launch every kernel of a model, or of the part of it that this process computes: those of its
+    steps, and of the loads of adapters."""
+    alone = decoder.alone()
+    computed = [partial(compute, step, alone, memory, limits, ops) for step in steps.all()]
     return [*computed, partial(read_base, decoder.weights)]
 
 
@@ -75,7 +86,9 @@ def read_base(weights: ModelWeights) -> None:
     """Read a row of each linear, as loads of adapters with DoRA or with own rows of the head do."""
     row = torch.zeros(1, dtype=torch.int64, device=weights.final_norm.device)
     for linear in (*(linear for layer in weights.layers for linear in layer.linears()), weights.head):
-        linear.rows(row)
+        # Another rank may have the head.
+        if linear.out_features:
+            linear.rows(row)
 
 
 def classes(table: dict[str, Any], bound: str, most: int) -> list[int]:

@@ -47,6 +47,17 @@ def test_a_rank_is_in_no_terminals_group() -> None:
     assert popen.call_args.kwargs["start_new_session"] is True
 
 
+@pytest.mark.parametrize(("visible", "own"), [(None, "2"), ("4,5,GPU-7", "GPU-7"), ("", "")])
+def test_a_rank_sees_its_own_gpu_alone(visible: str | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread of a process has a current device, the first one unless it chooses another."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with patch("lorasrv.distributed.rank0.subprocess.Popen") as popen:
+        ProcessLauncher().start(2, RankSockets(*(socket.socket() for _ in range(3))))
+    assert popen.call_args.kwargs["env"]["CUDA_VISIBLE_DEVICES"] == own
+
+
 def test_a_stopped_rank_is_killed() -> None:
     launcher = ProcessLauncher()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:

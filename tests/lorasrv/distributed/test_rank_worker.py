@@ -9,6 +9,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+import torch
 from partitions import ONE, SHORT, ranks, replica
 from peft_adapters import peft_adapter
 from tiny_engine import BLOCK, GREEDY
@@ -20,7 +21,7 @@ from lorasrv.distributed.rank_adapters import WRITE
 from lorasrv.distributed.rank_links import AFTER, DONE, RankSockets
 from lorasrv.distributed.rank_worker import RankWorker
 from lorasrv.distributed.step_frames import STEP
-from lorasrv.errors import AdapterLoadFailed, OutOfMemory
+from lorasrv.errors import AdapterLoadFailed, EngineDead, NotEnoughMemory, OutOfMemory
 
 STEPS, ROWS, PAGES = 8, 16, 19
 PROMPT = [(11 * i) % 300 + 5 for i in range(STEPS * ROWS + 40)]
@@ -79,6 +80,48 @@ def test_a_load_that_fails_in_a_rank(
         assert logged in caplog.text
         llm.engine.check_integrity()
         assert llm.generate([PROMPT[:20]], SHORT, ["a"])[0].token_ids
+
+
+def test_every_rank_warms_up_before_the_first_step(model: Path) -> None:
+    """As rank 0 does: for the same adapters and drafts."""
+    warm_up = pytest.importorskip("lorasrv.worker.warm_up")
+    compute, done = RankWorker._compute, list[object]()
+
+    def warmed(decoder: Any, memory: Any, limits: Any, ops: Any, max_rank: int, *, has_trees: bool) -> None:
+        assert (memory.num_pages, limits.max_samples) == (64, 8)
+        done.append((decoder.weights.spec.part.rank, max_rank, has_trees))
+
+    def noted(worker: RankWorker, frame: Frame) -> None:
+        done.append("step")
+        compute(worker, frame)
+
+    with (
+        patch.object(rank_worker, "compiles_kernels", lambda device, ops: True),
+        patch.object(warm_up, "warm_up", warmed),
+        patch.object(RankWorker, "_compute", noted),
+        replica(
+            model, ranks("0;1;2"), pool_bytes=64 * BLOCK, max_num_seqs=8, max_lora_rank=24, draft_trees=True
+        ) as llm,
+    ):
+        assert llm.generate([PROMPT[:20]], SHORT)[0].token_ids
+    assert sorted(done[:2]) == [(1, 24, True), (2, 24, True)]  # type: ignore[type-var]
+    assert set(done[2:]) == {"step"}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "why"),
+    [
+        (torch.OutOfMemoryError("no room"), NotEnoughMemory, "^rank 1: no room"),
+        (ValueError("odd"), EngineDead, "^a rank cannot warm up: rank 1: odd"),
+    ],
+)
+def test_a_rank_that_cannot_warm_up(error: Exception, raised: type[Exception], why: str, model: Path) -> None:
+    with (
+        patch.object(RankWorker, "_warm_up", side_effect=error),
+        pytest.raises(raised, match=why),
+        replica(model, ranks("cp=2")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("text", ["0;1", "0&1", "cp=2"])

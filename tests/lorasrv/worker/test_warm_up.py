@@ -82,6 +82,23 @@ def test_a_day_of_mixed_steps_needs_no_other_kernel(
     assert told["kinds"] == (kinds if max_rank else set())
 
 
+@pytest.mark.parametrize(
+    ("partition", "rank", "tp_exchange"),
+    [
+        ("0&1", 1, "columns"),
+        *(pytest.param(*of, "columns", marks=pytest.mark.long) for of in (("0&1;2", 0), ("0;1&2", 2), ("cp=2", 1))),
+        pytest.param("0&1&2", 2, "sums", marks=pytest.mark.long),
+    ],
+)
+def test_a_day_of_a_rank(partition: str, rank: int, tp_exchange: str, tmp_path: Path) -> None:
+    """Each rank warms up alone, with the shapes of its part of the model."""
+    told = _run("day", "int4", "bfloat16", "16", "llama", DEFAULT, partition, str(rank), tp_exchange, cache=tmp_path)
+    assert told["warm"] > 20
+    assert told["late"] == []
+    ends = {"ends"} if partition == "cp=2" else set()
+    assert told["kinds"] == {"vectors", "codes", "sums", "chains", "trees"} | ends
+
+
 def test_steps_that_are_hardly_longer_than_a_tree(tmp_path: Path) -> None:
     assert _run("small", "int4", cache=tmp_path)["steps"] > 0
 
@@ -114,13 +131,22 @@ class Server:
         max_rank: str = str(MAX_RANK),
         model: str = "llama",
         table: str = DEFAULT,
+        partition: str = "0",
+        rank: str = "0",
+        tp_exchange: str = "columns",
     ) -> None:
         from gpu_cases import random_codes
         from gpu_step import SPEC, random_weights
+        from partitions import ranks
 
+        from lorasrv.distributed.comm import LoneComm
+        from lorasrv.distributed.partition import Partition
+        from lorasrv.distributed.rank_exchange import make_exchange
+        from lorasrv.distributed.rank_spec import RankSpec
         from lorasrv.worker.cuda_graphs import GraphedSteps
         from lorasrv.worker.decoder import Decoder, DecoderLimits
         from lorasrv.worker.device_pool import DevicePool
+        from lorasrv.worker.exchange import Exchange
         from lorasrv.worker.warm_up import WarmUpSteps
         from sgmv_kernels.formats.group_quant import INT8_LEVELS
         from sgmv_kernels.formats.kv_format import KV_FORMATS
@@ -129,22 +155,36 @@ class Server:
 
         block_sizes.default_name = lambda device: table
         spec, ops = replace(SPEC, **{"num_layers": 2} | MODELS[model]), Ops(META, "triton")
+        specs = RankSpec.all_of(spec, Partition.of(ranks(partition, tp_exchange)))
+        self.is_whole = len(specs) == 1
+        if not self.is_whole:
+            spec = specs[int(rank)]
         weights = random_weights(spec, ops, quantization, torch.bfloat16)
         embedding = ops.pack_linear(random_codes(spec.vocab_size, spec.hidden_size, INT8_LEVELS, META))
+        if not spec.adapts_ends:
+            weights = replace(weights, head=part_of_head(specs[int(rank)], ops))
         self.memory = DevicePool(spec, 4000, 16, KV_FORMATS[kv_format], META, scratch=True)
         limits = DecoderLimits(MAX_LEN, MAX_ROWS, SLOTS, torch.bfloat16, torch.bfloat16)
         self.ops, self.spec, self.limits, self.max_rank = ops, spec, limits, int(max_rank)
         # What its random steps had.
         self.kinds: set[str] = set()
-        self.decoder = Decoder(replace(weights, embed=embedding.rows), self.memory, limits, ops)
+        self.exchange = Exchange()
+        if not self.is_whole:
+            comm = LoneComm(int(rank), META)
+            self.exchange = make_exchange(comm, specs, torch.bfloat16, self.memory, ops, lambda moves: None)
+        weights = replace(weights, embed=embedding.rows)
+        self.decoder = Decoder(weights, self.memory, limits, ops, exchange=self.exchange)
         recorded = mock.Mock(output=torch.empty(SLOTS, spec.vocab_size, device=META))
-        self.graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
+        graphs = GraphedSteps(self.decoder.forward, spec, self.memory, limits, lambda compute: recorded)
+        self.graphs = graphs if self.is_whole else None
         self.warm_up = WarmUpSteps(spec, self.memory, limits, self.max_rank, has_trees=self.max_rank > 0)
 
     def compute(self, step: Any) -> None:
-        from lorasrv.worker.warm_up import compute
+        from lorasrv.worker.forward_batch import build_batch
 
-        compute(step, self.decoder, self.memory, self.limits, self.ops)
+        self.decoder.forward(build_batch(step, self.memory, torch.bfloat16, self.ops, exchange=self.exchange))
+        if moves := [s.moves_along((len(s.draft_parents) - 1,)) for s in step.requests if s.draft_parents]:
+            self.memory.copy_slots(moves, self.ops)
 
     def passes(self) -> Any:
         from lorasrv.worker.warm_up import passes
@@ -168,7 +208,7 @@ class Server:
             layout = replace(layout, vectors=more.vectors, places=more.places)
         if chance.random() < 0.3:
             layout = replace(layout, ends=more.ends)
-        elif chance.random() < 0.5:
+        elif self.is_whole and chance.random() < 0.5:
             # Some of them of tokens that the base lacks.
             tokens = np.arange(chance.randint(1, 3000)) + self.spec.vocab_size - chance.randint(2000, 9000)
             layout = replace(layout, rows=rows_layout(self.spec, (tokens, tokens), 2))
@@ -230,8 +270,23 @@ class Server:
         for layer in self.decoder.weights.layers:
             for linear in layer.linears():
                 linear.dequantize()
-        self.decoder.weights.head.rows(ids)
-        self.decoder.weights.embed(ids)
+        if self.is_whole:
+            self.decoder.weights.head.rows(ids)
+            self.decoder.weights.embed(ids)
+
+
+def part_of_head(spec: Any, ops: Any) -> Any:
+    """Return a rank's columns of the head, int8, if it has any."""
+    from gpu_cases import random_codes
+    from gpu_step import PackedBase
+
+    from lorasrv.distributed.rank_spec import width
+    from lorasrv.worker.weights import AbsentHead
+    from sgmv_kernels.formats.group_quant import INT8_LEVELS
+
+    if not spec.part.is_last:
+        return AbsentHead()
+    return PackedBase(ops, ops.pack_linear(random_codes(width(spec.part.vocab), spec.hidden_size, INT8_LEVELS, META)))
 
 
 def observed(step: Any) -> Any:
@@ -251,11 +306,12 @@ def day(server: Server) -> dict[str, Any]:
             run()
     chance = random.Random(0)
     with torch.inference_mode(), noted() as met:
-        mixed = (server.warm_up._mixed(rows, server.max_rank) for rows in (300, 600))
-        for step in (*server.warm_up.common(), *mixed):
-            assert server.graphs.compute(step) is not None
+        if server.graphs is not None:
+            mixed = (server.warm_up._mixed(rows, server.max_rank) for rows in (300, 600))
+            for step in (*server.warm_up.common(), *mixed):
+                assert server.graphs.compute(step) is not None
         server.load_adapters()
-        observes = server.max_rank and server.spec.why_no_kv_policy is None
+        observes = server.is_whole and server.max_rank and server.spec.why_no_kv_policy is None
         for number in range(STEPS):
             step = server.random_step(chance)
             if observes and number % 4 == 0:
@@ -263,7 +319,7 @@ def day(server: Server) -> dict[str, Any]:
                 server.kinds.add("observed")
             elif server.max_rank and number % 4 in (1, 2):
                 step = server.with_drafts(step, chance)
-            if server.graphs.compute(step) is None:
+            if server.graphs is None or server.graphs.compute(step) is None:
                 server.compute(step)
     late = [key for key in met if key not in warm]
     return {"warm": len(warm), "late": [(key.name, key.data) for key in late], "kinds": sorted(server.kinds)}
