@@ -2,14 +2,17 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from fake_gpu import DEVICE, FakeGpu
 from partitions import ONE, SHORT, ranks, replica
 from peft_adapters import peft_adapter
 from tiny_engine import BLOCK, GREEDY
@@ -18,11 +21,16 @@ from lorasrv.config import PartitionOptions
 from lorasrv.distributed import rank_worker
 from lorasrv.distributed.frames import Frame, Link, LinkClosed
 from lorasrv.distributed.rank_adapters import WRITE
-from lorasrv.distributed.rank_links import AFTER, DONE, RankSockets
-from lorasrv.distributed.rank_worker import RankWorker
+from lorasrv.distributed.rank_links import AFTER, DONE, STOP, RankSockets
+from lorasrv.distributed.rank_worker import FILL, RankWorker
 from lorasrv.distributed.step_frames import STEP
 from lorasrv.errors import AdapterLoadFailed, EngineDead, NotEnoughMemory, OutOfMemory
+from lorasrv.models.spec import ModelSpec
+from lorasrv.worker.cuda_streams import StagingRing
+from lorasrv.worker.device_pool import DevicePool
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
+SPEC = ModelSpec("llama", 1, 32, 48, 2, 1, 16, 40, 64, 1e-5)
 STEPS, ROWS, PAGES = 8, 16, 19
 PROMPT = [(11 * i) % 300 + 5 for i in range(STEPS * ROWS + 40)]
 
@@ -146,10 +154,34 @@ def test_no_rank_is_behind_with_pages_that_get_memory(text: str, model: Path) ->
         assert llm.generate([PROMPT[:20]], SHORT)[0].token_ids
 
 
+def test_pages_are_filled_behind_steps_that_a_gpu_computes_later() -> None:
+    """An order is done once its work is in the device's queue."""
+    rows, copies = np.full((1, 2048), 7, dtype=np.uint8), np.array([(0, 1)])
+
+    def read(seed: int) -> Any:
+        with FakeGpu(seed) as gpu:
+            memory = DevicePool(SPEC, 2, 16, KV_FORMATS["float32"], DEVICE, scratch=False)
+            memory._ring = StagingRing(DEVICE, 512)
+            gpu.synchronize()
+            worker, found = RankWorker(cast("Any", SimpleNamespace(memory=memory))), list[torch.Tensor]()
+
+            def receive() -> Iterator[Frame]:
+                yield Frame(STEP)
+                worker._fill(Frame(FILL, {}, [rows, copies]))
+                yield Frame(STOP)
+
+            with patch.object(RankWorker, "_compute", lambda *_: found.append(memory.slabs.clone())):
+                worker.serve(cast("Any", SimpleNamespace(receive=receive().__next__)))
+            gpu.synchronize()
+            return found[0].count_nonzero().item(), memory.slabs.count_nonzero().item()
+
+    assert {read(seed) for seed in range(20)} == {(0, 2048)}
+
+
 def test_what_waits_for_orders_ends_with_them() -> None:
     """A step is done while an adapter is being filled; a fill behind steps that never come ends with the link."""
     own, other = RankSockets.pair()
-    worker = RankWorker(cast("Any", SimpleNamespace(memory=SimpleNamespace(page_bytes=1))))
+    worker = RankWorker(cast("Any", SimpleNamespace(memory=SimpleNamespace(page_bytes=1, apply=len))))
     computed = threading.Event()
 
     def written(_: RankWorker, frame: Frame) -> Frame:
