@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lorasrv.config import PAGE_SIZE_TOKENS, EngineConfig
 from lorasrv.distributed.comm import Comm
 from lorasrv.distributed.frames import Frame, LinkClosed
-from lorasrv.distributed.partition import Partition
+from lorasrv.distributed.partition import MAX_RANKS, Partition
 from lorasrv.distributed.pulse import PulseMonitor
 from lorasrv.distributed.rank_exchange import RankExchange, make_exchange
 from lorasrv.distributed.rank_links import POOL, START, RankFailed, RankLinks, RankOutOfMemory, RankSockets
@@ -92,7 +92,6 @@ class ProcessLauncher:
         return str(self._folder / "meeting")
 
     def start(self, rank: int, sockets: RankSockets) -> None:
-        del rank
         fds = [connection.fileno() for connection in (sockets.orders, sockets.bulk, sockets.pulse)]
         self._processes.append(
             subprocess.Popen(
@@ -101,7 +100,11 @@ class ProcessLauncher:
                 pass_fds=fds,
                 # Only rank 0 gets a terminal's signals: it ends the ranks when its requests are done.
                 start_new_session=True,
-                env=os.environ | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000")},
+                env=os.environ
+                | {
+                    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "30000"),
+                    "CUDA_VISIBLE_DEVICES": gpu_of(rank),
+                },
             )
         )
         sockets.close()
@@ -141,6 +144,17 @@ class ProcessLauncher:
                 process.kill()
                 process.wait()
         self.forget_meeting()
+
+
+def gpu_of(rank: int) -> str:
+    """Return a CUDA_VISIBLE_DEVICES with which a rank sees only its own GPU, out of those that this process sees.
+
+    It is then the current device of every thread. Otherwise a thread would begin with the first GPU, and launch the
+    kernels of loads there.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(MAX_RANKS))) if visible is None else visible.split(",")
+    return "".join(names[rank : rank + 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,6 @@ def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
     file = fields["model"]["quantized_weights"]
     options = ModelOptions(**fields["model"] | {"quantized_weights": None if file is None else Path(file)})
     device = resolve_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(fields["rank"])
     checkpoint = open_checkpoint(options.model, options.load_format, options.quantized_weights)
     try:
         whole, dtype = checkpoint.spec, getattr(torch, options.dtype)
