@@ -25,6 +25,7 @@ from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.spec import ModelSpec
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import DecoderLimits
+from lorasrv.worker.device import is_out_of_memory
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch
 from lorasrv.worker.launched_step import LaunchedStep
@@ -171,6 +172,8 @@ class GraphedSteps:
         if last is not None:
             last.fill(bucket.plans.token_ids, rows.pending)
         logits = self._capture(capacity, bucket) if bucket.recorded is None else _replay(bucket.recorded)
+        if logits is None:
+            return None
         return logits[: len(rows.logit_rows)], tuple(s for s in rows.requests if s.samples)
 
     def _capacity_for(self, rows: StepRows, work: Work) -> StaticCapacity | None:
@@ -206,19 +209,22 @@ class GraphedSteps:
         self._buckets[capacity] = bucket
         return bucket
 
-    def _capture(self, capacity: StaticCapacity, bucket: _Bucket) -> Tensor:
-        """Compute the step that a bucket holds, and capture a graph for later steps."""
+    def _capture(self, capacity: StaticCapacity, bucket: _Bucket) -> Tensor | None:
+        """Compute the step that a bucket holds, and capture a graph for later steps; None if there is no memory for the
+        bucket's capacity, of which the step alone may need less."""
         plans = bucket.plans
         assert plans.attention is not None
         assert plans.lora is not None
         tables = StepTables(plans.attention, plans.lora, plans.logit_rows)
         batch = ForwardBatch(plans.token_ids, plans.positions, tables, ())
-        # This pass compiles kernels, which a capture cannot do; its result is this step's.
-        logits = self._forward(batch)
-        target = self._logits[: capacity.sequences]
+        target, logits = self._logits[: capacity.sequences], None
         try:
+            # This pass compiles kernels, which a capture cannot do; its result is this step's.
+            logits = self._forward(batch)
             bucket.recorded = self._record(lambda: target.copy_(self._forward(batch)))
         except RuntimeError as error:
+            if logits is None and not is_out_of_memory(error):
+                raise
             logger.warning("steps of %d rows have no CUDA graph for %d steps: %s", capacity.rows, RETRY_STEPS, error)
             del self._buckets[capacity]
             self._retry_at[capacity] = self._num_steps + RETRY_STEPS

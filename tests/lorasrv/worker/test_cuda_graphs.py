@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import pytest
 from fake_gpu import DEVICE, FakeGpu, FakeGraph
@@ -319,6 +320,17 @@ def test_a_failed_capture_is_tried_again_much_later(
     assert served.graphed.compute(one) is None
     assert served.graphed.compute(other) is not None
     assert [graph.num_replays for graph in served.graphs] == [1]
+
+
+def test_a_step_without_memory_for_its_buckets_capacity_has_no_graph(folder: Path, gpu: FakeGpu) -> None:
+    """It may need less itself. Other errors are the step's."""
+    served, forward = Served(folder, gpu=gpu), mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+    one, served.graphed._forward = served.step([(None, 5)]), forward
+    assert [served.graphed.compute(one) for _ in range(2)] == [None, None]
+    assert (forward.call_count, served.graphs) == (1, [])
+    forward.side_effect = RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="illegal"):
+        served.graphed.compute(served.step([(None, 5), (None, 9)]))
 
 
 def test_buckets_are_made_once(folder: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
