@@ -1,7 +1,7 @@
 """Factory: build an engine's parts (model, memory, pool, scheduler) from options."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from adapter_store.host_cache import HostCache
@@ -14,6 +14,7 @@ from lorasrv.engine.draft_rules import DraftRules
 from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.engine.loaded_model import LoadedModel
 from lorasrv.engine.parts import EngineParts
+from lorasrv.errors import NotEnoughMemory
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint
 from lorasrv.models.quantization.served import ServedWeights
@@ -27,6 +28,7 @@ from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.device import is_out_of_memory
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.kv_identity import kv_identity, peer_identity, same_tokens
@@ -73,7 +75,7 @@ def build(
         EngineDead: a process that loads a part of the model has ended.
     """
     progress = progress or silent
-    with ExitStack() as opened, ExitStack() as on_failure:
+    with _reporting_memory(), ExitStack() as opened, ExitStack() as on_failure:
         model = CheckedModel.of(checkpoint, config, progress)
         if model.draft is not None:
             opened.callback(model.draft.close)
@@ -87,6 +89,24 @@ def build(
         built = _build(model, loaded, processes, layout, store, drafters, progress)
         on_failure.pop_all()
         return built
+
+
+@contextmanager
+def _reporting_memory() -> Iterator[None]:
+    """Report that the device ran out of memory, which nothing before could foresee.
+
+    Raises:
+        NotEnoughMemory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NotEnoughMemory(
+            "the memory does not suffice for loading the model and computing the largest step; choose a smaller "
+            f"--pool-bytes, --max-num-batched-tokens or --model: {str(error).partition('. ')[0]}"
+        ) from error
 
 
 def _build(

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from toy_kv import TOY, VALUE_SCALES
 
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SpeculationOptions
 from lorasrv.engine.factory import build
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.llm import LLM
 from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.models.loader import open_checkpoint
@@ -25,6 +26,7 @@ from lorasrv.models.spec import operations
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker import base_format
 from lorasrv.worker.base_format import make_ops
+from lorasrv.worker.model_runner import ModelRunner
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
@@ -230,3 +232,21 @@ def test_formats_and_kernels_that_do_not_fit_are_refused_with_the_fix(model: Pat
     words = "do not read the KV format 'toy-int8'; use --kernels auto or torch"
     with closing(open_checkpoint(str(model))) as checkpoint, pytest.raises(ConfigError, match=words):
         build(checkpoint, config, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), NotEnoughMemory, "--pool-bytes, .*: CUDA out of m"),
+        (RuntimeError("an illegal memory access"), RuntimeError, "^an illegal"),
+    ],
+)
+def test_a_warm_up_without_memory_says_what_to_change(
+    error: Exception, raised: type[Exception], says: str, model: Path
+) -> None:
+    with (
+        patch.object(ModelRunner, "warm_up", side_effect=error),
+        closing(open_checkpoint(str(model))) as checkpoint,
+        pytest.raises(raised, match=says),
+    ):
+        build(checkpoint, engine_config(model), None)
