@@ -1,9 +1,12 @@
 """The script that measures on a GPU: every stage ends in time and leaves its rows, whatever becomes of it."""
 
 import json
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import pytest
 
@@ -71,9 +74,46 @@ def test_the_next_call_runs_what_is_not_done(
     run(monkeypatch, out, "--stages", "good,bad")
     capsys.readouterr()
     run(monkeypatch, out, "--budget-s", "5.1")
-    assert capsys.readouterr().out == "not done: --stages bad,slow\n"
+    assert capsys.readouterr().out == "not done: --stages slow,bad\n"
     assert run(monkeypatch, out, "--stages", "good") == 0
     assert capsys.readouterr().out.startswith("good: done")
+
+
+def test_a_stage_ends_with_a_call_that_is_killed(tmp_path: Path) -> None:
+    """It would keep the device's memory, and the next call would measure beside it."""
+    stage = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    call = f"""
+import sys
+sys.path.append({str(Path(gpu_run.__file__).parent)!r})
+from pathlib import Path
+import gpu_run
+gpu_run.run(gpu_run.Stage("hangs", 500, ("-c", {stage!r})), 500, gpu_run.Results(Path({str(tmp_path)!r})), True)
+"""
+    log = tmp_path / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", call]) as process:
+        while not (log.exists() and (found := re.findall(r" (\d+)\n$", log.read_text("utf-8")))):
+            time.sleep(0.05)
+        process.kill()
+    begun, stage_of = time.monotonic(), Path(f"/proc/{found[0]}")
+    while stage_of.exists() and time.monotonic() - begun < 60:
+        time.sleep(0.05)
+    assert not stage_of.exists()
+
+
+def test_wheels_are_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "SITE", tmp_path / "site")
+    monkeypatch.setattr(gpu_run, "WHEELS", tmp_path)
+    for name in "ab":
+        with ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(name, "")
+    whole = (tmp_path / "b.whl").read_bytes()
+    (tmp_path / "b.whl").write_bytes(whole[:9])
+    with pytest.raises(BadZipFile):
+        gpu_run.unpack()
+    assert not (tmp_path / "site").exists()
+    (tmp_path / "b.whl").write_bytes(whole)
+    gpu_run.unpack()
+    assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["a", "b"]
 
 
 def test_what_travels_is_all_that_server_and_tests_need_but_torch() -> None:

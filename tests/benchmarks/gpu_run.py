@@ -68,6 +68,8 @@ class Stage:
     program: tuple[str, ...] = ()
     # Share of its time below which it is left for the next call.
     least_share: float = 0.25
+    # Whether it goes on where it was cut.
+    resumes: bool = False
 
 
 def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
@@ -94,7 +96,7 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
         Stage("ops", 150, (*PYTEST, *spread, *slow_ones, "-k", "triton", *ops_tests)),
         script("memcheck", 90, "--small", file="gpu_checks.py", program=memcheck),
         script("kernels", 155, file="bench_gpu.py"),
-        script("tune", 420, "--out", str(out), file="tune_triton.py"),
+        replace(script("tune", 420, "--out", str(out), file="tune_triton.py"), resumes=True),
         script("steps", 120, file="gpu_step.py"),
         script("peers", 200),
     )
@@ -114,14 +116,21 @@ class Results:
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._path.read_text("utf-8").splitlines()] if self._path.exists() else []
 
-    def done(self) -> set[str]:
-        """Return the stages whose last end was good."""
-        last = {row["stage"]: row["state"] for row in self.rows() if "state" in row}
-        return {stage for stage, state in last.items() if state == "done"}
+    def ends(self) -> dict[str, str]:
+        """Return how each stage ended last."""
+        return {row["stage"]: row["state"] for row in self.rows() if "state" in row}
+
+    def left(self, known: Iterable[Stage]) -> list[str]:
+        """Return the stages that are not done; last those that have failed, or were cut and begin anew: they would
+        probably end in the same way."""
+        ends = self.ends()
+        left = [stage for stage in known if ends.get(stage.name) != "done"]
+        return [stage.name for stage in sorted(left, key=lambda stage: stage.name in ends and not stage.resumes)]
 
 
 def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
-    """Run a stage and return how it ended: done, failed or cut."""
+    """Run a stage and return how it ended: done, failed or cut. A guard ends it with this process, however that ends:
+    it would keep the device's memory."""
     started = time.monotonic()
     with results.log.open("a", encoding="utf-8") as log:
         log.write(f"\n===== {stage.name}, at most {limit:.0f} s =====\n")
@@ -136,6 +145,9 @@ def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
             errors="replace",
             start_new_session=True,
         )
+        guard = subprocess.Popen(
+            ("sh", "-c", f"read _; kill -s KILL -- -{process.pid}"), stdin=subprocess.PIPE, start_new_session=True
+        )
         cut = threading.Event()
         timer = threading.Timer(limit, _stop, (process, cut))
         timer.start()
@@ -147,6 +159,8 @@ def run(stage: Stage, limit: float, results: Results, dry: bool) -> str:
         finally:
             timer.cancel()
             _kill(process)
+            guard.kill()
+            guard.communicate()
             process.wait()
     state = "cut" if cut.is_set() else "failed" if code else "done"
     took = round(time.monotonic() - started, 1)
@@ -211,8 +225,12 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 def unpack() -> None:
     """Unpack the carried wheels once; they hold no scripts that are needed."""
     if not SITE.exists():
+        # A call that is cut off here leaves no part behind that looks whole.
+        part = SITE.with_suffix(".part")
+        part.mkdir(parents=True, exist_ok=True)
         for wheel in sorted(WHEELS.glob("*.whl")):
-            ZipFile(wheel).extractall(SITE)
+            ZipFile(wheel).extractall(part)
+        part.rename(SITE)
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -246,7 +264,7 @@ def main() -> int:
         print(report(results.rows()))
         return 0
     known = {stage.name: stage for stage in stages(out, a.dry_run)}
-    asked = a.stages.split(",") if a.stages else [name for name in known if name not in results.done()]
+    asked = a.stages.split(",") if a.stages else results.left(known.values())
     if unknown := [name for name in asked if name not in known]:
         parser.error(f"--stages {unknown[0]!r} is unknown; choose from {','.join(known)}")
     if not a.dry_run:
