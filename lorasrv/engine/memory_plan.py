@@ -22,6 +22,7 @@ from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader import StoredPacking
 from lorasrv.models.quantization import find_format
 from lorasrv.models.spec import ModelSpec
+from lorasrv.sampling.sampler import DRAW_BYTES, DRAWN_TOGETHER
 from lorasrv.speculation.drafters import model_names
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.speculation_params import REJECTION
@@ -120,7 +121,7 @@ class MemoryPlan:
             step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * vocabulary * _PROBABILITY_BYTES
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
         if memory.on_gpu:
-            step += heads
+            step += heads + min(config.scheduler.max_num_seqs, DRAWN_TOGETHER) * spec.vocab_size * DRAW_BYTES
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),

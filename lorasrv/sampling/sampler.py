@@ -21,6 +21,11 @@ from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 CANDIDATES = 256
 """Number of likeliest tokens searched for when that is nearly always enough; far cheaper than sorting all tokens."""
+DRAWN_TOGETHER = 64
+"""Most rows that a GPU draws together."""
+DRAW_BYTES = 80
+"""Approximate memory that a GPU takes for each token of each of these rows: 48 bytes of tensors, and what its sort
+takes."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
@@ -116,14 +121,16 @@ def draw_together_(tokens: Tensor, logits: Tensor, rows: Sequence[SamplingMetada
     """Draw tokens for the rows `of` as `_draw` does, without copying anything to the host.
 
     Rows that need the same number of likeliest tokens are drawn together: all tokens in their own order if no option
-    needs the likeliest, the first few for a small top-k, otherwise all, sorted.
+    needs the likeliest, the first few for a small top-k, otherwise all, sorted. `DRAWN_TOGETHER` bounds their memory.
     """
     together: dict[int, list[int]] = {}
     for number in of:
         together.setdefault(_likeliest_of(rows[number].params, logits.shape[1]), []).append(number)
     for likeliest, numbers in together.items():
-        (at,) = upload([np.array(numbers)], logits.device)
-        tokens[at] = _drawn(logits[at], [rows[number] for number in numbers], likeliest)
+        for first in range(0, len(numbers), DRAWN_TOGETHER):
+            few = numbers[first : first + DRAWN_TOGETHER]
+            (at,) = upload([np.array(few)], logits.device)
+            tokens[at] = _drawn(logits[at], [rows[number] for number in few], likeliest)
 
 
 def _likeliest_of(p: SamplingParams, vocab: int) -> int:

@@ -15,6 +15,7 @@ from lorasrv.engine import memory_plan
 from lorasrv.engine.memory_plan import MIN_POOL_PAGES, MemoryPlan, pool_size
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader.locate import read_model_shape
+from lorasrv.sampling.sampler import DRAW_BYTES
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.worker.device import DeviceMemory
 
@@ -60,6 +61,8 @@ def test_its_parts(plan: Any) -> None:
     assert (more.step - one.step) / 1000 == pytest.approx(35.3 * 1024, rel=0.05)
     assert one.base == pytest.approx(92.1 * (1 << 20), rel=0.1)
     assert one.block == 360 << 10
+    # Random numbers and sorted probabilities of 64 rows.
+    assert plan(on_gpu=True).step - one.step == one.heads + 64 * 49_152 * DRAW_BYTES
 
 
 def test_what_drafters_draw_from_is_counted(plan: Any) -> None:

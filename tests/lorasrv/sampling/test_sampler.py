@@ -18,6 +18,7 @@ from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.outputs import Completion, FinishReason
 from lorasrv.sampling import sampler
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
+from lorasrv.sampling.sampler import _drawn as drawn
 from lorasrv.sampling.sampler import _sorted, draw_together_, launch_sampling, sample, sample_finite
 from lorasrv.sampling.watermark import WatermarkVerdict, detect
 from lorasrv.sampling_params import SamplingParams, Watermark
@@ -143,6 +144,16 @@ def test_rows_drawn_together_are_those_drawn_alone() -> None:
     for count in range(40):
         rows = [SamplingMetadata(p, count) for p in params]
         assert together(logits, rows) == sample(logits, rows)
+
+
+def test_the_memory_of_a_draw_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 rows of a large vocabulary would take gigabytes."""
+    logits, counts = torch.randn(20, 700), list[int]()
+    rows = [SamplingMetadata(SamplingParams(seed=i, top_p=0.9 if i % 3 else 1.0), 0) for i in range(20)]
+    monkeypatch.setattr(sampler, "DRAWN_TOGETHER", 5)
+    monkeypatch.setattr(sampler, "_drawn", lambda few, *rest: counts.append(len(few)) or drawn(few, *rest))
+    assert together(logits, rows) == sample(logits, rows)
+    assert counts == [5, 2, 5, 5, 3]
 
 
 @pytest.mark.parametrize(
