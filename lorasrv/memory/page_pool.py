@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from sgmv_kernels.formats.adapter_panels import Run
 
 SUPERBLOCK_PAGES = 8
+_FULL = (1 << SUPERBLOCK_PAGES) - 1
 _EXACT_LENGTHS = 64
 _STEPS_PER_DOUBLING = 8
 
@@ -43,13 +44,13 @@ class PagePool:
         self._refcounts = [0] * self._end
         self._runs = _FreeRuns()
         self._runs.add(first, self._end)
-        self._free_bits = [0] * -(-self._end // SUPERBLOCK_PAGES)
-        for page in range(first, self._end):
-            self._free_bits[page // SUPERBLOCK_PAGES] |= 1 << page % SUPERBLOCK_PAGES
         # The first and the last superblock may have fewer pages than others; superblocks before the first have none.
+        count, block = -(-self._end // SUPERBLOCK_PAGES), first // SUPERBLOCK_PAGES
+        self._free_bits = [0] * block + [_FULL] * (count - block)
+        self._free_bits[block] &= _FULL << first % SUPERBLOCK_PAGES
+        self._free_bits[-1] &= _FULL >> -self._end % SUPERBLOCK_PAGES
         self._all_bits = tuple(self._free_bits)
-        self._partial = 0
-        self._whole = sum(1 << block for block, bits in enumerate(self._all_bits) if bits)
+        self._partial, self._whole = 0, (1 << count) - (1 << block)
 
     @property
     def num_free(self) -> int:
