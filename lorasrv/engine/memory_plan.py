@@ -60,13 +60,20 @@ def block_bytes(parts: Sequence[ModelSpec], config: EngineConfig) -> int:
     return kv_format.page_bytes(heads, parts[0].head_dim, PAGE_SIZE_TOKENS) * slabs
 
 
-def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0) -> int:
-    """Return the bytes of a pool that is built while this memory is free, with `step` bytes left for steps."""
+def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0, fullest: float = 1.0) -> int:
+    """Return the bytes of a pool that is built while this memory is free, with `step` bytes left for steps.
+
+    Args:
+        fullest: bytes of the rank with the most slabs, as a multiple of the mean.
+    """
     if options.pool_bytes is not None:
         return options.pool_bytes
     if options.gpu_memory_utilization is not None:
-        return max(0, memory.free - step - int((1 - options.gpu_memory_utilization) * memory.total))
-    return int(memory.free * (CUDA_POOL_FRACTION if memory.on_gpu else POOL_FRACTION))
+        left = max(0, memory.free - step - int((1 - options.gpu_memory_utilization) * memory.total))
+    else:
+        left = int(memory.free * (CUDA_POOL_FRACTION if memory.on_gpu else POOL_FRACTION))
+    # Each rank has a GPU of its own; on a CPU all share the memory.
+    return int(left / fullest) if memory.on_gpu else left
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,8 @@ class MemoryPlan:
     # Bytes of a page in all slabs.
     block: int
     num_ranks: int
+    # See `pool_size`.
+    fullest: float
     host_cache: int
     swap: int
     corpus: int
@@ -119,6 +128,8 @@ class MemoryPlan:
             # The distribution that each draft model sampled from, which is kept for the next step.
             vocabulary = len(model_names(config.speculation)) * spec.vocab_size
             step += config.scheduler.max_num_seqs * MAX_MODEL_DRAFT * vocabulary * _PROBABILITY_BYTES
+        slabs = [part.num_slabs for part in parts]
+        fullest = max(slabs) * len(slabs) / sum(slabs)
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
         if memory.on_gpu:
             step += heads + min(config.scheduler.max_num_seqs, DRAWN_TOGETHER) * spec.vocab_size * DRAW_BYTES
@@ -128,9 +139,10 @@ class MemoryPlan:
             on_gpu=memory.on_gpu,
             base=base,
             step=step,
-            pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step),
+            pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step, fullest),
             block=block_bytes(parts, config) + (0 if draft is None else block_bytes([draft], config)),
             num_ranks=len(parts),
+            fullest=fullest,
             host_cache=config.memory.host_cache_bytes,
             swap=config.memory.swap_bytes,
             corpus=config.speculation.corpus_bytes,
@@ -141,7 +153,8 @@ class MemoryPlan:
     def measured(self, options: MemoryOptions, base: int, device: torch.device) -> "MemoryPlan":
         """Return the plan with the bytes of the loaded base and what is free now."""
         memory = DeviceMemory.of(device, self.num_ranks)
-        return replace(self, free=memory.free + base, base=base, pool=pool_size(options, memory, self.step))
+        pool = pool_size(options, memory, self.step, self.fullest)
+        return replace(self, free=memory.free + base, base=base, pool=pool)
 
     @property
     def needed(self) -> int:

@@ -97,6 +97,19 @@ def test_all_ranks_are_counted(options: dict[str, int], blocks: float, tables: i
     assert plan.base == 2 * (spec.linear_weights * options.get("cp", 1) + spec.table_weights * tables)
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_rank_with_the_most_layers_has_no_larger_share_of_its_gpu(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks on a CPU share its memory."""
+    free = 32 * GIB
+    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(free, free, on_gpu))
+    spec, device, options = read_model_shape("smollm2-135m").spec, torch.device("cpu"), MemoryOptions()
+    config = EngineConfig(partition=PartitionOptions(partition="0@0-9;1@10-29"))
+    plan = MemoryPlan.of(config, spec, "none", device).measured(options, 0, device)
+    assert plan.pool == pytest.approx(0.85 * (free / 2) * 30 / 20 if on_gpu else free / 4)
+
+
 def test_a_refused_partition_says_which_pool_is_enough(model: Path) -> None:
     enough = 3 * MIN_POOL_PAGES * BLOCK
     says = f"--pool-bytes must be {size(enough)} or more"
