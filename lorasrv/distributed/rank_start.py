@@ -71,7 +71,7 @@ def run_rank(sockets: RankSockets, make_comm: MakeComm) -> bool:
             return False
         comm = make_comm(setup, pool.fields["meeting"])
         worker = RankWorker(_make_model(setup, weights, ops, comm, pool.fields))
-    except (LorasrvError, MemoryError) as error:
+    except (LorasrvError, MemoryError, torch.OutOfMemoryError) as error:
         _report(orders, error)
         return False
     loader = threading.Thread(target=worker.serve_bulk, args=(bulk,), name=f"rank-{setup.rank}-bulk", daemon=True)
@@ -102,7 +102,7 @@ def start_fields(rank: int, partition: PartitionOptions, model: ModelOptions, kv
 def _report(orders: Link, error: Exception) -> None:
     """Tell rank 0 why this rank cannot start, and wait until it has read the reason. Rank 0 may be listening to another
     rank now, and would notice the end of this one first."""
-    kinds = {ModelError: "model", NotEnoughMemory: MEMORY, MemoryError: MEMORY}
+    kinds = {ModelError: "model", NotEnoughMemory: MEMORY, MemoryError: MEMORY, torch.OutOfMemoryError: MEMORY}
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "config")
     with contextlib.suppress(LinkClosed):
         orders.send(failure(error, kind))

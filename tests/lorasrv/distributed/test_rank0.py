@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from partitions import SHORT, ranks, replica
 from process_tree import descendants
@@ -111,13 +112,14 @@ def test_a_rank_that_ends_while_it_starts(model: Path) -> None:
         pass
 
 
-def test_a_rank_that_cannot_meet_the_others_says_why(model: Path) -> None:
+@pytest.mark.parametrize("error", [NotEnoughMemory, torch.OutOfMemoryError])
+def test_a_rank_that_cannot_meet_the_others_says_why(error: type[Exception], model: Path) -> None:
     """Rank 2 lives and reports, while all others wait for it."""
     given_up = threading.Event()
 
     def meet(launcher: ThreadLauncher, setup: RankSetup) -> Comm:
         if setup.rank == 2:
-            raise NotEnoughMemory("no memory for the meeting")
+            raise error("no memory for the meeting")
         given_up.wait(PATIENCE_S)
         raise LinkClosed("nobody came")
 
