@@ -68,10 +68,12 @@ def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0, fulle
     """
     if options.pool_bytes is not None:
         return options.pool_bytes
+    left = memory.free - step
     if options.gpu_memory_utilization is not None:
-        left = max(0, memory.free - step - int((1 - options.gpu_memory_utilization) * memory.total))
+        left -= int((1 - options.gpu_memory_utilization) * memory.total)
     else:
-        left = int(memory.free * (CUDA_POOL_FRACTION if memory.on_gpu else POOL_FRACTION))
+        left = min(left, int(memory.free * (CUDA_POOL_FRACTION if memory.on_gpu else POOL_FRACTION)))
+    left = max(0, left)
     # Each rank has a GPU of its own; on a CPU all share the memory.
     return int(left / fullest) if memory.on_gpu else left
 
@@ -200,7 +202,8 @@ class MemoryPlan:
             ConfigError: the pool is too small.
             NotEnoughMemory: the server as a whole is too large.
         """
-        if problem := self.too_small():
-            raise ConfigError(problem)
+        # First, because a large step leaves nothing for a pool.
         if problem := self.too_large():
             raise NotEnoughMemory(problem)
+        if problem := self.too_small():
+            raise ConfigError(problem)

@@ -96,7 +96,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         f"swap {size(plan.swap)}; adapters of rank {rank} "
         f"({size(packed)}): {fit} in an empty pool, {plan.host_cache // packed} on the host"
     )
-    if problem := plan.too_small() or plan.too_large():
+    if problem := plan.too_large() or plan.too_small():
         return Check("fail", text, problem)
     if warning := plan.warning():
         return Check("warn", text, warning)

@@ -38,6 +38,12 @@ def test_the_size_of_the_pool(options: dict[str, Any], on_gpu: bool, pool: int) 
     assert pool_size(MemoryOptions(**options), DeviceMemory(16 * GIB, 24 * GIB, on_gpu)) == pool
 
 
+def test_the_pool_leaves_what_a_step_takes() -> None:
+    """On a small GPU that is more than the share which others leave."""
+    for options, pool in (({}, 3), ({"gpu_memory_utilization": 1.0}, 3), ({"gpu_memory_utilization": 0.5}, 0)):
+        assert pool_size(MemoryOptions(**options), DeviceMemory(4 * GIB, 8 * GIB, on_gpu=True), GIB) == pool * GIB
+
+
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """plan(on_gpu=, max_num_batched_tokens=, memory options) -> the built-in base beside 16 GiB of free memory."""
