@@ -3,8 +3,8 @@
 Ids that never mix: a *reference* is what a client writes (`mia`, `mia@3`), an `AdapterKey` names one immutable content,
 and only the adapter cache knows positions in the pool.
 
-A `TokenConstraint` is a grammar as the engine sees it: compiled before admission and shared by the choices of a
-request. Each choice follows it with its own `ConstraintState`, which only the engine thread uses.
+A `TokenConstraint` is a grammar as the engine sees it, compiled before admission, or a budget for reasoning, or both.
+The choices of a request share it. Each follows it with its own `ConstraintState`, which only the engine thread uses.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,11 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
 class ConstraintState(Protocol):
-    """Follow one answer through a grammar. No method raises.
+    """Follow one answer through a grammar. No method raises."""
 
-    `error` says why the grammar cannot be followed further; the request fails with it.
-    """
-
-    error: str | None
+    @property
+    def error(self) -> str | None:
+        """Return why the grammar cannot be followed further; the request fails with it."""
 
     @property
     def is_over(self) -> bool:
@@ -59,17 +58,21 @@ class ConstraintState(Protocol):
     def copy(self) -> "ConstraintState":
         """Return an independent state at the same place, for looking ahead."""
 
-    def allowed(self) -> npt.NDArray[np.int32]:
-        """Return the bit mask of allowed next tokens.
+    def allowed(self) -> npt.NDArray[np.int32] | None:
+        """Return the bit mask of allowed next tokens; None: any.
 
         Returns:
-            int32 [ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may. The
-            buffer is reused: read it before the next call.
+            int32 [at most ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one
+            may. The buffer is reused: read it before the next call.
         """
 
 
 class TokenConstraint(Protocol):
     """Start states of a compiled grammar."""
+
+    @property
+    def ends_answer(self) -> bool:
+        """Return whether it says where the answer ends, as a grammar does."""
 
     def begin(self) -> ConstraintState:
         """Return the state before the first token of an answer."""

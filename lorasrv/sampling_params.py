@@ -295,6 +295,10 @@ class TextOptions:
     # Whether the text includes the stop string or stop token that ends the answer.
     keep_stop: bool = False
 
+    def hidden(self, special_ids: frozenset[int]) -> frozenset[int]:
+        """Return the special tokens that have no text."""
+        return special_ids - self.shown_token_ids if self.skip_special_tokens else frozenset()
+
 
 PLAIN_TEXT = TextOptions()
 EVERY_TOKEN = TextOptions(skip_special_tokens=False)

@@ -126,7 +126,7 @@ class InputProcessor:
             PoisonRequest: requests like it have made the engine fail.
         """
         _check_order(options.priority, options.timeout_s)
-        if options.constraint is not None:
+        if options.constraint is not None and options.constraint.ends_answer:
             check_constrained(sampling)
         stored = self._stored(options.adapter_key)
         words = self._words(options.adapter_key, stored.vocab_size)
@@ -381,8 +381,9 @@ def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) 
     if sampling.temperature not in (0.0, 1.0):
         raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
     if constraint is not None:
+        other = "a grammar" if constraint.ends_answer else "thinking_token_budget"
         raise InvalidRequest(
-            "use_beam_search cannot be combined with a grammar; leave one of them out", param="use_beam_search"
+            f"use_beam_search cannot be combined with {other}; leave one of them out", param="use_beam_search"
         )
     if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
         raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")

@@ -196,10 +196,12 @@ def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
     """Return the [V] mask of allowed tokens; None: all. If nothing else is allowed, end tokens before `min_tokens`, bad
     words and repeated n-grams are.
     """
-    may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
+    may = None
     if row.params.allowed_token_ids is not None:
         may = np.zeros(vocab_size, dtype=np.bool_)
         may[list(row.params.allowed_token_ids)] = True
+    if row.constraint is not None and (words := row.constraint.allowed()) is not None:
+        may = _permitted(words, vocab_size)
     if row.is_early:
         may = _without(row.params.end_token_ids, may, vocab_size)
     may = _without(_ends_of_bad_words(row), may, vocab_size)

@@ -15,7 +15,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, options: TextOptions = PLAIN_TEXT) -> None:
         self.options = options
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids - options.shown_token_ids if options.skip_special_tokens else frozenset()
+        self._skipped = options.hidden(tokenizer.special_ids)
         decoding = tokenizer.decoding
         self._stream = _stream(decoding if options.strip_start else replace(decoding, strip_start=False))
 

@@ -1,4 +1,4 @@
-"""Random requests for a `Drafted` engine: any fields together, grammars, several choices, aborts."""
+"""Random requests for a `Drafted` engine: any fields together, grammars, budgets, several choices, aborts."""
 
 import random
 from collections.abc import Sequence
@@ -10,22 +10,30 @@ from drafted import VOCAB, Ask, Drafted
 
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import TokenConstraint
-from lorasrv.sampling_params import SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
+from lorasrv.text.reasoning import Markers
+from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output import grammar as source
 from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary, compile_matcher
 
 NAMES = (None, "one", "two", "three")
+MARKERS = Markers("<think>", "</think>"), Markers("t", "in")
+"""Markers that the tiny model never writes, and some that it does."""
 
 
 def make_grammars(drafted: Drafted) -> list[TokenConstraint]:
-    vocabulary = Vocabulary.of(drafted.tokenizer, VOCAB, sorted(drafted.built.spec.eos_token_ids))
-    built = vocabulary.build(lambda text: drafted.tokenizer.encode(text, add_special_tokens=False))
     texts = [
         source.regex_of(r"(ab|cd|ef){3,20}", "regex"),
         source.regex_of(r"[0-9]{1,3}-[a-z]{2,9}", "regex"),
         source.json_of({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}}, "schema"),
     ]
-    return [CompiledGrammar(partial(compile_matcher, built, text.text), VOCAB, vocabulary.ends) for text in texts]
+    return compiled(drafted, texts)
+
+
+def compiled(drafted: Drafted, texts: Sequence[source.Grammar]) -> list[TokenConstraint]:
+    vocabulary = Vocabulary.of(drafted.tokenizer, VOCAB, sorted(drafted.built.spec.eos_token_ids))
+    built = vocabulary.build(lambda text: drafted.tokenizer.encode(text, add_special_tokens=False))
+    return [CompiledGrammar(partial(compile_matcher, built, text.full_text), VOCAB, vocabulary.ends) for text in texts]
 
 
 def _sampling(rng: random.Random) -> SamplingParams:
@@ -91,6 +99,12 @@ def any_asks(drafted: Drafted, rng: random.Random, grammars: Sequence[TokenConst
     while not asks:
         for _ in range(rng.randrange(1, most + 1)):
             ask = _ask(rng, grammars)
+            # From a separate generator, so that the other fields of all asks do not change.
+            own = random.Random(ask.sampling.seed)
+            if ask.constraint is None and own.random() < 0.3:
+                is_open, limit = own.random() < 0.7, own.choice([0, 1, 2, 5, 16])
+                budget = ReasoningBudget(own.choice(MARKERS), is_open, limit, drafted.tokenizer, PLAIN_TEXT)
+                ask = replace(ask, constraint=budget)
             try:
                 drafted.messages([ask], "")
             except InvalidRequest:

@@ -176,7 +176,7 @@ class CompiledGrammar:
     """
 
     def __init__(self, compile_: Callable[[], llguidance.LLMatcher], vocab_size: int, ends: tuple[int, ...]) -> None:
-        self.vocab_size, self.ends = vocab_size, ends
+        self.vocab_size, self.ends, self.ends_answer = vocab_size, ends, True
         self._compile = compile_
         self._matcher = compile_()
         # Computed once here: all copies share the results.

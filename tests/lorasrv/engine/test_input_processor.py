@@ -24,8 +24,14 @@ def process(
 
 
 class NoConstraint:
+    def __init__(self, *, ends_answer: bool = True) -> None:
+        self.ends_answer = ends_answer
+
     def begin(self) -> Any:
         raise AssertionError("no request begins here")
+
+
+BUDGET = NoConstraint(ends_answer=False)
 
 
 class TestDefaults:
@@ -61,6 +67,10 @@ class TestDefaults:
         text = TextOptions(strip_start=strips)
         assert process(constraint=NoConstraint(), text=text).text == text
 
+    def test_a_constraint_may_leave_the_end_of_the_answer_to_others(self) -> None:
+        sampling = SamplingParams(min_tokens=3, ignore_eos=True, allowed_token_ids=(5, 6))
+        assert process(sampling=sampling, constraint=BUDGET).constraint is BUDGET
+
     def test_an_adapter_is_held_and_its_layout_and_place_are_known(self) -> None:
         adapters = Adapters(SMALL)
         made = processor(adapters=adapters)
@@ -89,10 +99,11 @@ class TestDefaults:
         ({}, {"priority": MAX_PRIORITY + 1}, "priority", "between -1000 and 1000"),
         ({}, {"timeout_s": 0.0}, "timeout_s", "above 0"),
         ({}, {"timeout_s": MAX_TIMEOUT_S + 1}, "timeout_s", "at most 86400"),
-        ({}, {"beams": BeamOptions(2), "constraint": object()}, "use_beam_search", "with a grammar"),
+        ({}, {"beams": BeamOptions(2), "constraint": NoConstraint()}, "use_beam_search", "with a grammar"),
+        ({}, {"beams": BeamOptions(2), "constraint": BUDGET}, "use_beam_search", "with thinking_token_budget"),
         ({"min_tokens": 5000}, {}, "min_tokens", "min_tokens is 5000, but there is room for 236"),
-        ({"ignore_eos": True}, {"constraint": object()}, "ignore_eos", "^ignore_eos contradicts"),
-        ({"min_tokens": 1}, {"constraint": object()}, "min_tokens", "^min_tokens contradicts"),
+        ({"ignore_eos": True}, {"constraint": NoConstraint()}, "ignore_eos", "^ignore_eos contradicts"),
+        ({"min_tokens": 1}, {"constraint": NoConstraint()}, "min_tokens", "^min_tokens contradicts"),
         ({"logit_bias": ((VOCAB, 1.0),)}, {}, "logit_bias", r"token ids in \[0, 384\)"),
         ({"logit_bias": ((2**30, 1.0),)}, {}, "logit_bias", r"token ids in \[0, 384\)"),
         ({"logit_bias": tuple((t, -100.0) for t in range(VOCAB))}, {}, "logit_bias", "bans every token"),

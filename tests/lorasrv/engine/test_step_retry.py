@@ -441,6 +441,8 @@ WAYS = (
 class EveryThird:
     """A constraint that allows, after n tokens, those of which n is the rest by three: one step too many shows."""
 
+    ends_answer = True
+
     def __init__(self, vocab_size: int) -> None:
         self._bits = [np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8) for _ in range(3)]
         for rest, bits in enumerate(self._bits):

@@ -42,15 +42,17 @@ def _one(row: SamplingMetadata, logits: Tensor | None = None) -> Tensor:
 
 @dataclass
 class Only:
-    """A grammar that lets these tokens come."""
+    """A grammar that lets these tokens come; None: any."""
 
-    tokens: frozenset[int]
+    tokens: frozenset[int] | None
     words: int = (V + 31) // 32
 
     def advance(self, token_id: int) -> None:
         raise AssertionError
 
-    def allowed(self) -> np.ndarray:
+    def allowed(self) -> np.ndarray | None:
+        if self.tokens is None:
+            return None
         bits = np.zeros(self.words * 32, dtype=np.uint32)
         bits[list(self.tokens)] = 1
         words = (bits.reshape(-1, 32) << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
@@ -173,6 +175,16 @@ class TestAllowedAndBad:
 
 
 class TestConstraint:
+    def test_what_it_forces_comes_whatever_else_is_asked_for(self) -> None:
+        others = {"allowed_token_ids": (3, 9), "bad_word_ids": ((7,),), "no_repeat_ngram_size": 1}
+        ends = {"min_tokens": 99, "end_token_ids": (7,)}
+        assert _support(_one(_row(constraint=Only(frozenset({7})), **others, **ends))) == {7}
+
+    def test_it_may_allow_anything(self) -> None:
+        anything = Only(None)
+        assert torch.equal(_one(_row(constraint=anything)), _logits()[0])
+        assert _support(_one(_row(constraint=anything, allowed_token_ids=(3, 9)))) == {3, 9}
+
     @given(st.frozensets(st.integers(0, V - 1), min_size=1), st.integers(0, 5))
     def test_only_what_it_allows_is_drawn(self, tokens: frozenset[int], seed: int) -> None:
         row = _row(constraint=Only(tokens), temperature=1.5, seed=seed, logit_bias=((0, 100.0), (69, 100.0)))

@@ -4,6 +4,7 @@ Drafters are scripted (`drafted.py`): one that is always right, one that is alwa
 """
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from any_asks import NAMES, any_asks, make_grammars
+from any_asks import MARKERS, NAMES, any_asks, compiled, make_grammars
 from drafted import PAGE_SIZE, SCRIPTS, Ask, Drafted, Script, guesser, liar, mixed, oracle, rude
 from mispredict import expect_short_answers
 
@@ -25,10 +26,12 @@ from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import TokenConstraint
 from lorasrv.sampling.draft_verification import _Path
 from lorasrv.sampling.logits_processors import SamplingMetadata
-from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ScheduledRequest
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
+from lorasrv.text.reasoning_budget import BudgetState, ReasoningBudget
+from lorasrv.text.structured_output.grammar import regex_of
 from lorasrv.text.structured_output.matcher import GrammarState
 from lorasrv.worker import step_rows
 
@@ -189,6 +192,26 @@ def test_grammars_are_followed_along_the_drafts(wide: Drafted, grammars: Sequenc
         for script in (oracle, mixed, guesser):
             steps = wide.compare(asks, script)
         assert wide.compare(asks, oracle)[1] < steps[0] / 2
+
+
+def test_budgets_are_kept_along_the_drafts(wide: Drafted) -> None:
+    markers, tokenizer = MARKERS[0], wide.tokenizer
+    [words] = compiled(wide, [markers.in_front_of(regex_of("(ab|cd|ef){3,9}", "regex"), tokenizer, is_open=True)])
+    end = tokenizer.encode_behind(markers.end)
+    for grammar, ends in ((None, {"ignore_eos": True, "min_tokens": 60}), (words, {})):
+        asks = [
+            Ask(PROMPT, SamplingParams(max_tokens=60, temperature=t, seed=limit, **ends), constraint=budget)
+            for limit in (0, 1, 7, 20)
+            for t in (0.0, 1.3)
+            for budget in [ReasoningBudget(markers, True, limit, tokenizer, PLAIN_TEXT, grammar)]
+        ]
+        for script in (oracle, mixed, guesser):
+            wide.compare(asks, script)
+        for ask, said in zip(asks, wide.run(asks).values(), strict=True):
+            limit = ask.constraint.num_tokens
+            assert said.token_ids[limit : limit + len(end)] == end
+            assert said.error is None
+            assert grammar is None or re.fullmatch("(ab|cd|ef){3,9}", said.text.partition(markers.end)[2].strip("\n"))
 
 
 def test_a_kept_prefix_was_said(wide: Drafted) -> None:
@@ -417,6 +440,7 @@ SABOTAGE: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "forgets the path": _row_after("history", lambda scheduled: scheduled.history),
     "stands still in the grammar": _row_after("constraint", lambda scheduled: scheduled.constraint),
     "follows the scheduler's own grammar": (GrammarState, "copy", lambda _: lambda state: state),
+    "follows the scheduler's own budget": (BudgetState, "copy", lambda _: lambda state: state),
     "offers the token that is not computed yet": (KVCacheManager, "cache_full_pages", _keeps_eagerly),
     "takes the last row's logits": (step_rows, "_logit_rows", _shifts),
     "charges ahead": (

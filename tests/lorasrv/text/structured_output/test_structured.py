@@ -115,6 +115,8 @@ async def test_preempted_answers_go_on_where_they_were(engine: AsyncEngine, pree
 class Broken:
     """A constraint that fails after a while: in its mask, or when a token comes."""
 
+    ends_answer = True
+
     def __init__(self, inner: TokenConstraint, where: str) -> None:
         self._inner, self._where = inner, where
 
