@@ -182,12 +182,14 @@ def _no_end(why: str) -> InvalidRequest:
 
 
 class ReasoningFields(Body):
-    """Define how the response shows the reasoning before an answer."""
+    """Define how much reasoning precedes an answer, and how the response shows it."""
 
     # As in vLLM: whether the response has the reasoning. False omits it, but it is still generated and counted.
     include_reasoning: bool | None = None
     # As in SGLang: whether reasoning has its own fields. False leaves it in the text, with its markers.
     separate_reasoning: bool | None = None
+    # As in vLLM: most tokens of reasoning, after which it is closed. -1: no limit.
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
 
 
 class ToolFields(PromptEndFields):

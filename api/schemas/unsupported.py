@@ -69,7 +69,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "include_reasoning": (None, True, False),
     "separate_reasoning": _OFF,
     "stream_reasoning": (None, True),
-    "thinking_token_budget": _NULL,
+    "thinking_token_budget": (None, -1),
     "verbosity": (None, "medium"),
     "web_search_options": _NULL,
     "mm_processor_kwargs": (None, {}),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from api.schemas.openai import ChatBody
-from api.schemas.tools import Message
+from api.schemas.tools import Message, ReasoningFields
 from api.serving.openai_responses import ChatFormat, ParsedChatFormat
 from api.serving.overflow import MAX_CONTEXTS, fitted, room_for_prompt
 from api.serving.personas import AppliedPersona
@@ -16,6 +16,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import REASONING_SWITCHES, Markers, PromptEnd, ReasoningFormat, detect_markers
+from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.base import Tool
@@ -43,6 +44,8 @@ class ChatPlan:
     protocol_format: ChatFormat
     # The answer's text, with the special tokens that its readers must see.
     text: TextOptions
+    # None: no limit, or the answer has no reasoning.
+    budget: ReasoningBudget | None = None
     # None: none may be dropped.
     dropped_turns: int | None = None
 
@@ -74,6 +77,7 @@ def plan_chat(
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
     markers = detect_markers(template.tool_source if body.uses_tools else template.source)
+    num_tokens = checked_budget(body, markers)
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
     form = _format_of(template, "tools") if body.uses_tools else None
     shown = frozenset[int]() if markers is None else markers.shown(tokenizer)
@@ -93,11 +97,15 @@ def plan_chat(
     if markers is not None and is_open is not None and is_separate:
         is_shown, detokenizer = body.include_reasoning is not False, partial(Detokenizer, tokenizer, text)
         reasoning = ReasoningFormat(markers, is_open, is_shown, detokenizer)
+    budget = None
+    # Without a part of its own, there is reasoning only if the text is free.
+    if num_tokens is not None and markers is not None and is_open is not None and (is_separate or begins_freely):
+        budget = ReasoningBudget(markers, is_open, num_tokens, tokenizer, text)
     if form is None and reasoning is None:
-        return ChatPlan(prompt, grammar, ChatFormat(), text, dropped)
+        return ChatPlan(prompt, grammar, ChatFormat(), text, budget, dropped)
     names = frozenset(tool.name for tool in tools)
     protocol_format = ParsedChatFormat(form, names, parallel=body.allows_parallel_calls, reasoning=reasoning)
-    return ChatPlan(prompt, grammar, protocol_format, text, dropped)
+    return ChatPlan(prompt, grammar, protocol_format, text, budget, dropped)
 
 
 def _variables(body: ChatBody, template: "ChatTemplate") -> dict[str, Any]:
@@ -130,6 +138,20 @@ def _is_open(body: ChatBody, markers: Markers, tokenizer: Tokenizer, prompt: Seq
     else:
         end = markers.end_of_prompt(prompt, tokenizer)
     return None if end is PromptEnd.CLOSED else end is PromptEnd.OPEN
+
+
+def checked_budget(fields: ReasoningFields, markers: Markers | None) -> int | None:
+    """Return the most tokens of reasoning; None: no limit.
+
+    Raises:
+        InvalidRequest: the base does not reason.
+    """
+    if fields.thinking_token_budget in (None, -1):
+        return None
+    if markers is None:
+        why = "{param}: this base does not reason, by its chat template; leave it out"
+        raise InvalidRequest(why, param="thinking_token_budget")
+    return fields.thinking_token_budget
 
 
 def _grammar_of_calls(

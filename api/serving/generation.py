@@ -34,6 +34,7 @@ from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import OnCold, RequestOptions, persona_salt
 from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams, TextOptions
+from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer
 
@@ -78,6 +79,7 @@ class GenerationPlan:
     width: int
     grammar: Grammar | None = None
     text: TextOptions = PLAIN_TEXT
+    budget: ReasoningBudget | None = None
     beams: BeamOptions | None = None
 
     @property
@@ -145,7 +147,8 @@ async def generate(
     planned = await plan(fields, target, services, caller)
     writer, resuming = planned.writer, None
     if resumption is not None:
-        resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, planned.grammar)
+        rules = planned.grammar, planned.budget
+        resuming = StreamResumption(resumption, services.engine.fingerprint, planned.is_resumable, *rules)
         if resumption.goes_on:
             writer = writer.continuing(resumption)
     engine, options, own = services.engine, _options(planned, fields, target, caller), target.own_tokenizer
@@ -157,6 +160,8 @@ async def generate(
         await services.limits.shares.prepare(options.adapter_id, len(planned.prompts) * planned.width)
         grammar = planned.grammar
         constraint = None if grammar is None else await engine.grammars.compile(grammar, caller.principal, own)
+        if planned.budget is not None:
+            constraint = replace(planned.budget, grammar=constraint)
         resumed = () if resuming is None else resuming.token_ids
         add = partial(
             engine.add_choices,
@@ -293,6 +298,7 @@ async def plan_conversation(
         id_prefix=id_prefix,
         grammar=plan.grammar,
         text=plan.text,
+        budget=plan.budget,
         dropped_turns=plan.dropped_turns,
         write=write and partial(write, plan.protocol_format),
     )
@@ -315,6 +321,7 @@ async def _plan(
     id_prefix: str,
     grammar: Grammar | None,
     text: TextOptions,
+    budget: ReasoningBudget | None = None,
     dropped_turns: int | None = None,
     write: Callable[[ResponseBuilder], Writer] | None = None,
 ) -> GenerationPlan:
@@ -353,6 +360,7 @@ async def _plan(
         width=body.num_tried,
         grammar=grammar,
         text=text,
+        budget=budget,
         # Beam search is useless if no answer is wanted.
         beams=None if sampling.prompt_only else body.beams,
     )

@@ -14,12 +14,13 @@ from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody
 from api.schemas.personas import USER, Defaults, to_text
-from api.serving.chat import ChatEngine, plan_chat, vocab_size_of
+from api.serving.chat import ChatEngine, checked_budget, plan_chat, vocab_size_of
 from api.serving.field_checks import INVALID, TURN, FieldChecks
 from api.serving.model_list import digest_text
 from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
+from lorasrv.text.reasoning import detect_markers
 from lorasrv.text.tokenizer import Tokenizer
 
 CONTEXT_SHARE = 4
@@ -91,6 +92,9 @@ class _Check(FieldChecks):
             self._early(defaults.system_prompt.text)
         self._prompt(defaults)
         self._room(defaults)
+        template = self._engine.chat_template
+        with self.faults_of("thinking_token_budget"):
+            checked_budget(defaults, None if template is None else detect_markers(template.source))
         return defaults
 
     def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:

@@ -302,6 +302,8 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
     if is_chat:
         if body.reasoning_effort is not None:
             defaults = _without_effort(defaults)
+        if body.use_beam_search:
+            defaults = defaults.model_copy(update={"thinking_token_budget": None})
         for name in _AS_THEY_ARE:
             if getattr(body, name) is None and getattr(defaults, name) is not None:
                 update[name] = getattr(defaults, name)

@@ -17,6 +17,7 @@ from api.serving.admission import AddPrompt, Prompt
 from lorasrv.engine.poison_requests import fingerprint
 from lorasrv.request import EngineCoreRequest, OnCold
 from lorasrv.speculation_params import REJECTION
+from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -37,11 +38,19 @@ class StreamResumption:
         engine: fingerprint of the engine.
         is_resumable: whether a stream of this request can be resumed.
         grammar: grammar that its text must follow.
+        budget: that of its reasoning.
     """
 
-    def __init__(self, asked: Resumption, engine: str, is_resumable: bool, grammar: Grammar | None) -> None:
+    def __init__(
+        self,
+        asked: Resumption,
+        engine: str,
+        is_resumable: bool,
+        grammar: Grammar | None,
+        budget: ReasoningBudget | None,
+    ) -> None:
         self._asked = asked
-        self._grammar = grammar
+        self._grammar, self._budget = grammar, budget
         self._engine = engine if is_resumable else ""
         self._accepted: EngineCoreRequest | None = None
         self._digest = ""
@@ -95,7 +104,7 @@ class StreamResumption:
         if not self._engine:
             return
         self._accepted = streams[0].request
-        self._digest = _digest(self._engine, self._accepted, self._grammar)
+        self._digest = _digest(self._engine, self._accepted, self._grammar, self._budget)
         if self._asked.goes_on and self._digest != self._asked.digest:
             refused = _refused()
             for stream in streams:
@@ -103,13 +112,13 @@ class StreamResumption:
             raise refused
 
 
-def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None) -> str:
+def _digest(engine: str, request: EngineCoreRequest, grammar: Grammar | None, budget: ReasoningBudget | None) -> str:
     """Return the digest of everything that a request's tokens depend on; "" if they depend on more than it covers."""
     if request.kv_policy is not None or request.accept == REJECTION:
         return ""
-    text = None if grammar is None else grammar.full_text
+    rules = None if grammar is None else grammar.full_text, None if budget is None else budget.num_tokens
     shown = asdict(request.text) | {"shown_token_ids": sorted(request.text.shown_token_ids)}
-    facts = engine, fingerprint(request).hex(), request.sampling.seed, shown, text
+    facts = engine, fingerprint(request).hex(), request.sampling.seed, shown, rules
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -17,6 +17,8 @@ TEMPLATE = (
     "{%for m in messages%}{{'<|im_start|>'+m.role+'\n'+m.content+'<|im_end|>\n'}}{%endfor%}"
     "{%if add_generation_prompt%}{{'<|im_start|>assistant\nBEGIN'}}{%endif%}{#<think>#}"
 )
+BEGIN, END = ["<", "think", ">"], ["</", "think", ">"]
+"""The tokens of the markers, which are text."""
 SUMS = ((2, 3), (1, 7), (4, 4))
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
@@ -44,7 +46,12 @@ def conversation() -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": "How much is 2 and 6?"}]
 
 
-@pytest.mark.parametrize("base", ["", "<think>\n"], indirect=True, ids=["the model opens it", "the prompt opens it"])
+opened = pytest.mark.parametrize(
+    "base", ["", "<think>\n"], indirect=True, ids=["the model opens it", "the prompt opens it"]
+)
+
+
+@opened
 def test_reasoning_is_free_and_the_content_is_json(base: Path) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
     body = {"model": "base", "messages": conversation(), "temperature": 0, "max_tokens": 120, "response_format": wanted}
@@ -69,3 +76,41 @@ def test_reasoning_is_free_and_the_content_is_json(base: Path) -> None:
         together = choice_of(separate_reasoning=False)["message"]
         assert "reasoning" not in together
         assert list(json.loads(together["content"])) == ["answer"]
+
+
+@opened
+def test_a_budget_ends_the_reasoning_after_its_tokens(base: Path) -> None:
+    """With drafts and without, with a grammar and without, whole and streamed."""
+    wanted = {"response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}}
+    body = {"model": "base", "messages": conversation(), "temperature": 0, "max_tokens": 60}
+    with serve("--model", base) as server:
+
+        def answer(**fields: Any) -> Any:
+            return server.post("/v1/chat/completions", **body, **fields).raise_for_status().json()
+
+        for form in ({}, wanted):
+            free = answer(logprobs=True, **form)
+            said = [token["token"] for token in free["choices"][0]["logprobs"]["content"]]
+            begun = len(BEGIN) if "".join(said).startswith("<think>") else 0
+            for budget in (0, 7):
+                asked = {**form, "thinking_token_budget": budget}
+                whole = answer(logprobs=True, **asked)
+                choice, counted = whole["choices"][0], whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+                tokens = [token["token"] for token in choice["logprobs"]["content"]]
+                front, rest = tokens[: begun + budget], tokens[begun + budget :]
+                assert front == said[: begun + budget]
+                assert rest[: len(END)] == END
+                assert counted - len(front) - len(END) in (0, 1, 2), "line breaks"
+                if form:
+                    assert list(json.loads(choice["message"]["content"])) == ["answer"]
+                plain = answer(**asked, speculation=False)
+                assert plain["choices"][0]["message"] == choice["message"]
+                assert plain["usage"]["completion_tokens"] == len(tokens)
+                chunks = events(server.post("/v1/chat/completions", **body, **asked, stream=True))
+                deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+                assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+            assert answer(**form, thinking_token_budget=1000)["choices"][0]["message"] == free["choices"][0]["message"]
+        least = {"min_tokens": 60, "ignore_eos": True, "n": 2, "thinking_token_budget": 3}
+        several = answer(**least, seed=5)
+        assert several["usage"]["completion_tokens"] == 120
+        assert all(choice["message"]["content"] for choice in several["choices"])

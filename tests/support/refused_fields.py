@@ -131,6 +131,7 @@ COMPLETIONS: list[Row] = [
     *wrong("add_special_tokens", False),
     *wrong("tools", [CLOCK]),
     *wrong("chat_template_kwargs", {"tokenize": True}),
+    *wrong("thinking_token_budget", 0, 5),
 ]
 CHATS: list[Row] = [
     *wrong("messages", [], None, [{"role": "user", "content": "x"}] * 2049),
@@ -146,6 +147,8 @@ CHATS: list[Row] = [
         for row in wrong("messages", [{"role": role, "content": "x"}], param="messages[0].role")
     ),
     *wrong("context_overflow", "drop", True, 1),
+    *wrong("thinking_token_budget", -2, 1.5, True, "5"),
+    *wrong("thinking_token_budget", 0, 2**40, says=("does not reason",)),
     *wrong("top_logprobs", 3),
     *wrong("top_logprobs", 3, logprobs=False),
     *wrong("top_logprobs", 21, 10**6, -1, True, logprobs=True),

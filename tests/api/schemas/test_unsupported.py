@@ -194,6 +194,7 @@ PLACES: dict[str, Place] = {
             "reasoning_effort": "none",
             "include_reasoning": False,
             "separate_reasoning": False,
+            "thinking_token_budget": 5,
         },
     ),
     "StreamOptions": Place(
@@ -301,6 +302,7 @@ PLACES: dict[str, Place] = {
             "reasoning": {"effort": "none"},
             "include_reasoning": False,
             "separate_reasoning": False,
+            "thinking_token_budget": 5,
             "tools": [OFFERED],
             "tool_choice": beside("none", tools=[OFFERED]),
             "parallel_tool_calls": beside(False, tools=[OFFERED], tool_choice="required"),

@@ -19,6 +19,7 @@ from tiny_tokenizers import sentencepiece
 from adapter_store.spec import AddedToken
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.reasoning import ReasoningReader
+from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tool_parsers.base import Part
 
 THOUGHT, ANSWER = "So: a </b> — <think> hm.", "Hi, wörld. <think>no</think>"
@@ -376,6 +377,61 @@ class TestRequests:
         answer = server.chat(model="muse", reasoning_effort="none")
         assert told(answer)[1] == SAID
         assert answer.json()["usage"]["lorasrv"]["persona"]["applied"] == ["include_reasoning"]
+
+
+class TestBudget:
+    @pytest.mark.parametrize(("template", "is_open"), [(templates.QWEN3, False), (templates.R1, True)])
+    @pytest.mark.parametrize("num_tokens", [0, 7, 2**40])
+    def test_it_goes_to_the_engine(
+        self, server, engine, respond, thinks, template: str, is_open: bool, num_tokens: int
+    ) -> None:
+        thinks(template)
+        for answer in (server.chat(thinking_token_budget=num_tokens), respond(thinking_token_budget=num_tokens)):
+            answer.raise_for_status()
+            budget = engine.added[-1].constraint
+            assert (budget.num_tokens, budget.is_open, budget.grammar) == (num_tokens, is_open, None)
+            assert budget.text == engine.added[-1].text
+
+    def test_no_reasoning_and_no_limit_need_none(self, server, engine) -> None:
+        closed = {"chat_template_kwargs": {"enable_thinking": False}, "thinking_token_budget": 5}
+        for fields in ({"thinking_token_budget": -1}, {"thinking_token_budget": None}, closed):
+            server.chat(**fields).raise_for_status()
+            assert engine.added[-1].constraint is None
+
+    def test_a_grammar_holds_beside_it(self, server, engine) -> None:
+        wanted = {"response_format": {"type": "json_object"}, "thinking_token_budget": 5}
+        server.chat(**wanted).raise_for_status()
+        assert engine.added[-1].constraint.grammar.preamble
+        # The whole content is JSON, and no part of it is reasoning.
+        server.chat(**wanted, separate_reasoning=False).raise_for_status()
+        assert isinstance(engine.added[-1].constraint, Grammar)
+
+    def test_it_holds_for_reasoning_in_the_text(self, server, engine, thinks) -> None:
+        thinks(templates.HERMES + "{# <think> #}")
+        tool = {**CLOCK, "function": {**CLOCK["function"], "strict": True}}
+        for fields in ({}, {"tools": [tool]}):
+            server.chat(**fields, separate_reasoning=False, thinking_token_budget=5).raise_for_status()
+            budget = engine.added[-1].constraint
+            assert (budget.num_tokens, budget.grammar is None) == (5, not fields)
+
+    def test_bases_that_do_not_reason_refuse_it(self, server, respond, thinks) -> None:
+        thinks(templates.PLAIN)
+        for ask in (server.chat, respond):
+            refused(ask(thinking_token_budget=0), 400, "thinking_token_budget", "does not reason")
+            ask(thinking_token_budget=-1).raise_for_status()
+
+    def test_of_a_persona(self, server, engine, thinks) -> None:
+        muse = {"id": "muse", "defaults": {"thinking_token_budget": 9}}
+        server.http.post("/v1/adapters", json=muse).raise_for_status()
+        for fields, num_tokens in (({}, 9), ({"thinking_token_budget": 3}, 3), ({"thinking_token_budget": -1}, None)):
+            server.chat(model="muse", **fields).raise_for_status()
+            constraint = engine.added[-1].constraint
+            assert (None if constraint is None else constraint.num_tokens) == num_tokens
+        server.chat(model="muse", use_beam_search=True, best_of=2).raise_for_status()
+        assert engine.added[-1].constraint is None, "beams have none"
+        thinks(templates.PLAIN)
+        said = server.http.post("/v1/adapters", json={**muse, "id": "ann"}).json()["error"]
+        assert "thinking_token_budget" in said["message"]
 
 
 class TestResponses:
