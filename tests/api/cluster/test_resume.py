@@ -274,6 +274,18 @@ def test_reasoning_ends_where_it_would_have_ended(cluster: Any, monkeypatch: pyt
     check_all_cuts(cluster, path, body)
 
 
+def test_a_budget_counts_the_tokens_before_the_break(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.real.engine, "chat_template", ChatTemplate(templates.QWEN3_THINKING))
+    path, body = sent("seeded adapter")
+    free = said(ask(cluster, path, body).content)[0]
+    body |= {"thinking_token_budget": 6}
+    reasoning, _, content = said(ask(cluster, path, body).content)[0].partition(")")
+    assert free.startswith(reasoning)
+    assert content
+    check_all_cuts(cluster, path, body)
+    check_not_resumed_with(cluster, path, body, {"thinking_token_budget": 7})
+
+
 @pytest.mark.parametrize("first", [2000, 3000])
 def test_calls_break_twice_where_events_have_only_usage(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, first: int
@@ -396,7 +408,10 @@ def test_a_replica_of_another_kind_is_not_asked(cluster: Any) -> None:
 )
 def test_a_replica_refuses_what_it_would_not_have_said(cluster: Any, change: dict[str, Any]) -> None:
     """A name that means another version meanwhile, a persona that was edited: no other text is glued on."""
-    path, body = sent("seeded adapter" if "model" in change else "seeded base")
+    check_not_resumed_with(cluster, *sent("seeded adapter" if "model" in change else "seeded base"), change)
+
+
+def check_not_resumed_with(cluster: Any, path: str, body: dict[str, Any], change: dict[str, Any]) -> None:
     broken(cluster, path, body, 700)
     resumed = cluster.replicas[1].seen[-1]
     length = int(resumed.header("x-lorasrv-resume")[0])
