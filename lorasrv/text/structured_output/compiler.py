@@ -3,6 +3,7 @@ it."""
 
 import asyncio
 import hashlib
+import re
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ MAX_TRIED = 8192
 arrive together with a tried grammar wait for it, so this bound is larger."""
 MAX_TRIES = 4
 """Most extended tokenizers whose tries are kept."""
+_TOKEN = re.compile(r"<\[(\d{1,9})\]>")
 _Key = tuple[Tokenizer | None, str, str]
 """A grammar of an own tokenizer (None: the base's), by its text and its preamble."""
 
@@ -49,6 +51,8 @@ class GrammarCompiler:
         self._ends = vocabulary.ends
         self._tries: LRUCache[Tokenizer, llguidance.LLTokenizer] = LRUCache(MAX_TRIES)
         self._base = _trie(vocabulary, tokenizer) if self._ends else None
+        # A special token, one that ends no answer if there is any.
+        self._special = next((token for token in vocabulary.special if token not in ends), max(self._ends, default=0))
         self.examiner = GrammarSandbox(vocabulary.packed())
         # By the grammar text's digest: why it is refused, or None.
         self._verdicts: LRUCache[bytes, str | None] = LRUCache(KEPT_VERDICTS)
@@ -65,7 +69,6 @@ class GrammarCompiler:
 
         Args:
             own: the tokenizer of an adapter with its own tokens, which may be part of texts that the grammar allows.
-                Special tokens that `grammar.text` names are the base's; its preamble may name those of `own`.
 
         Raises:
             InvalidRequest: invalid, unsatisfiable or too costly; names the field.
@@ -86,19 +89,19 @@ class GrammarCompiler:
             self._tries.get(own)
         return shared
 
-    async def _verdict(self, grammar: Grammar, principal: str) -> str | None:
-        digest = hashlib.blake2b(grammar.text.encode(), digest_size=16).digest()
+    async def _verdict(self, text: str, principal: str) -> str | None:
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if digest in self._verdicts:
             return self._verdicts[digest]
         async with self._trying.turn(principal):
             if digest not in self._verdicts:
-                self._verdicts[digest] = await self.examiner.examine(grammar.text)
+                self._verdicts[digest] = await self.examiner.examine(text)
             return self._verdicts[digest]
 
     async def _compiled(self, grammar: Grammar, principal: str, own: Tokenizer | None) -> CompiledGrammar:
         if self._base is None:
             raise InvalidRequest("{param}: this base names no token that ends an answer", param=grammar.param)
-        if (error := await self._verdict(grammar, principal)) is not None:
+        if (error := await self._verdict(self._tried(grammar.text, own), principal)) is not None:
             raise _refusal(grammar, error)
         async with self._compiling.turn(principal):
             if (shared := self._shared(grammar, own)) is not None:
@@ -112,6 +115,14 @@ class GrammarCompiler:
                 raise _refusal(grammar, one_line(compiled.error))
             self._in_use[_key(grammar, own)] = compiled
             return compiled
+
+    def _tried(self, text: str, own: Tokenizer | None) -> str:
+        """Return the text of a grammar as the sandbox tries it, which knows no special tokens of adapters. One costs as
+        much as another."""
+        if own is None:
+            return text
+        added = {token for token in own.special_ids if token >= self._vocab_size}
+        return _TOKEN.sub(lambda found: f"<[{self._special}]>" if int(found[1]) in added else found[0], text)
 
     async def _trie_of(self, own: Tokenizer) -> llguidance.LLTokenizer:
         """Return the trie of an extended tokenizer; built one at a time, like grammars."""

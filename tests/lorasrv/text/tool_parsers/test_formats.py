@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from lorasrv.sampling_params import TextOptions
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import Markers
+from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
@@ -218,6 +220,21 @@ def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> 
     written = Detokenizer(tokenizer, TextOptions(shown_token_ids=HERMES.shown(tokenizer)))
     pieces = [*map(written.push, tokenizer.encode(said, add_special_tokens=False)), written.flush()]
     assert read(HERMES, pieces) == [PARIS, CLOCK]
+
+
+async def test_a_strict_tool_may_be_called_behind_a_special_token_of_an_adapter(builtin_tokenizer: Tokenizer) -> None:
+    tag = AddedToken(builtin_tokenizer.vocab_size, "<tool_call>", special=True)
+    tokenizer = builtin_tokenizer.extended([tag])
+    grammar = HERMES.unforced_grammar([Tool("clock", {"type": "object"}, is_strict=True)], tokenizer)
+    compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+    async with aclosing(compiler):
+        state = (await compiler.compile(grammar, own=tokenizer)).begin()
+        with pytest.raises(InvalidRequest, match="tools cannot be used"):
+            await compiler.compile(grammar)
+    right, wrong = (tokenizer.encode_behind(f'So <tool_call>\n{{"name": "{name}", ') for name in ("clock", "watch"))
+    assert tag.id in right
+    assert state.num_allowed(right) == len(right)
+    assert right.index(tag.id) < state.num_allowed(wrong) < len(wrong)
 
 
 def test_variables_are_the_templates_own() -> None:
