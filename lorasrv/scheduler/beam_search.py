@@ -144,12 +144,14 @@ class BeamGroups:
         # First group found waiting for others since the last change.
         self._next: RequestId | None = None
         self._has_changed = False
+        # First beam of the newest group, whether or not the group has finished.
+        self._newest: Request | None = None
 
-    def add(self, request: Request) -> bool:
-        """Add a beam; the first beam of a group comes before the others.
+    def add(self, request: Request) -> Request | None:
+        """Add a beam. The beams of a group come one after another.
 
         Returns:
-            False if the group is finished already.
+            The first beam if the group is finished already; otherwise None.
         """
         message = request.message
         assert message.beams is not None
@@ -157,13 +159,14 @@ class BeamGroups:
             eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
             ends = eos.union(request.sampling.stop_token_ids)
             state = BeamState(message.beams, message.max_tokens, ends)
-            self._groups[request.request_id] = _Group(state)
-        group = self._groups.get(_name(request))
-        if group is None:
-            return False
+            self._groups[request.request_id], self._newest = _Group(state), request
+        assert self._newest is not None
+        assert self._newest.request_id == _name(request), "beams of another group come in between"
+        if (group := self._groups.get(_name(request))) is None:
+            return self._newest
         group.requests.append(request)
         group.beams.append(request)
-        return True
+        return None
 
     def must_wait(self, request: Request, allow_together: AllowTogether) -> bool:
         """Return whether a beam must not be admitted now: it has offered and waits for its group, or its group waits

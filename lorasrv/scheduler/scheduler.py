@@ -124,10 +124,9 @@ class Scheduler:
         cold and the request does not wait for it."""
         assert message.request_id not in self._queue.requests, f"request {message.request_id} exists already"
         request = Request(message, arrival_s=self._clock())
-        if self._refuse_if_unfit(request):
-            return
-        if message.beams is not None and not self._beams.add(request):
-            self._finish(request, RequestStatus.FINISHED_ABORTED)
+        if message.beams is not None and (ended := self._beams.add(request)) is not None:
+            self._finish_with(ended, request)
+        if request.status.is_finished or self._refuse_if_unfit(request):
             return
         if request.terms:
             self._find_adapter(request)
@@ -525,12 +524,16 @@ class Scheduler:
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._emit(request, tuple(new_tokens), tuple(logprobs))
         for other in self._beams.remove(request) if request.message.beams is not None else ():
-            other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
-            self._finish(other, status)
+            self._finish_with(request, other)
         self.speculator.forget(request)
         # `Deadlines` and others keep the request for a while: release its grammar and its hold on the adapter now.
         request.constraint_state = None
         request.message = replace(request.message, hold=None, constraint=None)
+
+    def _finish_with(self, ended: Request, other: Request) -> None:
+        """Finish another beam of a group for the reason for which one has ended."""
+        other.error, other.refusal, other.retry_after_s = ended.error, ended.refusal, ended.retry_after_s
+        self._finish(other, ended.status)
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
         """Change a request's status and tell every account of it; only this method changes a status.

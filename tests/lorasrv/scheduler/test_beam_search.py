@@ -19,7 +19,8 @@ from lorasrv.config import Limits
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, LimitExceeded
 from lorasrv.llm import LLM
-from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.outputs import FinishReason, Refusal, RequestId
+from lorasrv.request import OnCold
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler.beam_search import BeamState
 from sgmv_kernels.formats.kv_format import KV_FORMATS, CodesKV
@@ -192,6 +193,25 @@ def test_a_group_that_its_limits_forbid_is_refused_whole(model, adapter_dirs) ->
     narrow = {"adapter_limits": Limits(max_queued=1), "max_num_seqs": 2}
     with _engine(model, adapter_dirs, **narrow) as llm, pytest.raises(LimitExceeded):
         llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(4)))
+
+
+@pytest.mark.parametrize(
+    ("others", "fields"), [(0, {"key": KEYS[0], "on_cold": OnCold.REJECT}), (3, {})], ids=["first", "second"]
+)
+def test_whichever_beam_is_refused_all_are_told_why(others: int, fields: dict[str, Any]) -> None:
+    bench = Bench(pages=400, max_num_seqs=3, options={"key_limits": Limits(max_queued=1)})
+    for number in range(others):
+        bench.add(f"other {number}", max_tokens=100)
+        bench.step()
+    bench.outputs.clear()
+    bench.add_beams("group", 3, 4, 3, **fields)
+    ended = bench.scheduler.take_outputs()
+    assert {output.request_id for output in ended} == {"group", "group.1", "group.2"}
+    assert len({(output.error, output.refusal, output.retry_after_s) for output in ended}) == 1
+    assert ended[0].refusal is (Refusal.LIMIT if others else Refusal.COLD)
+    bench.add_beams("next", 3, 4, 2, principal="else")
+    bench.run(300)
+    assert bench.ends().keys() >= {"next", "next.1"}
 
 
 def test_a_group_that_never_fits_is_refused(model, adapter_dirs) -> None:
