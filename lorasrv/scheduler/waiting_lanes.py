@@ -10,13 +10,14 @@ not depend on how many requests wait. The reasons are
 - the first choice of its prompt is not computed, the step has no prompt rows left, another group of beams runs, or the
   other beams of its group are to offer their next tokens.
 
-A limit on a key's running requests or rate blocks all lanes of the key at once. If one event affects many lanes, at
-most `MAX_MOVED` of them are updated per step.
+A limit on a key's running requests or rate holds all lanes of the key at once: their adapters still decide where they
+are filed, but no step checks or loads for them. If another event affects many lanes, at most `MAX_MOVED` of them are
+updated per step.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import islice
 
 from adapter_store.spec import AdapterKey
@@ -42,10 +43,10 @@ MAX_LOADS = PARALLEL_LOADS
 class _KeyLanes:
     """Hold the lanes of one key in a `LaneOrder`."""
 
-    __slots__ = ("lanes", "name", "num_cold", "order")
+    __slots__ = ("lanes", "name", "num_cold")
 
-    def __init__(self, name: str, order: "LaneOrder") -> None:
-        self.name, self.order, self.num_cold = name, order, 0
+    def __init__(self, name: str) -> None:
+        self.name, self.num_cold = name, 0
         self.lanes: SortedItems[Lane] = SortedItems()
 
 
@@ -55,11 +56,13 @@ class LaneOrder:
 
     Args:
         blocker: what the lanes wait for; None if steps check them.
+        held: keys that are on hold; call `hold` before adding one, and `release` after removing it.
     """
 
-    def __init__(self, policy: Policy, blocker: Blocker | None = None) -> None:
+    def __init__(self, policy: Policy, blocker: Blocker | None = None, held: Set[str] = frozenset()) -> None:
         self._policy = policy
         self.blocker = blocker
+        self._held = held
         self._keys: dict[str, _KeyLanes] = {}
         self._sorted: SortedItems[_KeyLanes] = SortedItems()
         self.num_lanes = self.num_cold = 0
@@ -67,26 +70,27 @@ class LaneOrder:
     def __iter__(self) -> Iterator[Lane]:
         return (lane for key in self._keys.values() for lane in key.lanes)
 
-    def add(self, lane: Lane, *, is_cold: bool = False) -> _KeyLanes:
-        """Add a lane; return the lanes of its key.
+    def add(self, lane: Lane, *, is_cold: bool = False) -> None:
+        """Add a lane.
 
         Args:
             is_cold: whether a step is to load or place its adapter.
         """
         name = lane.name.principal
         if (key := self._keys.get(name)) is None:
-            key = self._keys[name] = _KeyLanes(name, self)
+            key = self._keys[name] = _KeyLanes(name)
         key.lanes.add(lane, self._policy.lane_rank(lane))
         lane.is_cold = is_cold
-        self._count(key, lane, 1)
+        self._count(key, 1, lane.is_cold)
+        key.num_cold += lane.is_cold
         self._sort(key)
-        return key
 
     def remove(self, lane: Lane) -> None:
         """Remove a lane."""
         key = self._keys[lane.name.principal]
         key.lanes.remove(lane)
-        self._count(key, lane, -1)
+        self._count(key, -1, -lane.is_cold)
+        key.num_cold -= lane.is_cold
         self._sort(key)
 
     def update(self, lane: Lane) -> None:
@@ -110,30 +114,40 @@ class LaneOrder:
                 return best
         return None
 
-    def move_key(self, name: str, target: "LaneOrder") -> None:
-        """Move all lanes of a key to an order that has no lanes of this key."""
-        assert name not in target._keys, f"lanes of key {name} are in two places"
-        key = self._keys.pop(name, None)
-        if key is None:
-            return
-        self._sorted.remove(key)
-        self.num_lanes -= len(key.lanes)
-        self.num_cold -= key.num_cold
-        key.order, target._keys[name] = target, key
-        target.num_lanes += len(key.lanes)
-        target.num_cold += key.num_cold
-        target._sort(key)
+    def hold(self, name: str) -> None:
+        """Neither return nor count the lanes of a key."""
+        if (key := self._keys.get(name)) is not None:
+            self._count(key, -len(key.lanes), -key.num_cold)
+            self._sorted.remove(key)
 
-    def _count(self, key: _KeyLanes, lane: Lane, change: int) -> None:
-        self.num_lanes += change
-        self.num_cold += change * lane.is_cold
-        key.num_cold += change * lane.is_cold
+    def release(self, name: str) -> None:
+        """Undo `hold`."""
+        if (key := self._keys.get(name)) is not None:
+            self._count(key, len(key.lanes), key.num_cold)
+            self._sort(key)
+
+    def check_integrity(self) -> None:
+        """Compare the counts with the lanes that are not held.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        lanes = [lane for lane in self if lane.name.principal not in self._held]
+        assert {key.name for key in self._sorted} == {lane.name.principal for lane in lanes}, "keys differ"
+        assert self.num_lanes == len(lanes), "lanes do not add up"
+        assert self.num_cold == sum(lane.is_cold for lane in lanes), "lanes do not add up"
+
+    def _count(self, key: _KeyLanes, num_lanes: int, num_cold: int) -> None:
+        if key.name not in self._held:
+            self.num_lanes += num_lanes
+            self.num_cold += num_cold
 
     def _sort(self, key: _KeyLanes) -> None:
-        if len(key.lanes):
-            self._sorted.add(key, self._policy.key_rank(key.lanes.first))
-        else:
+        if not len(key.lanes):
             del self._keys[key.name]
+        if key.name not in self._held and len(key.lanes):
+            self._sorted.add(key, self._policy.key_rank(key.lanes.first))
+        elif key in self._sorted:
             self._sorted.remove(key)
 
 
@@ -150,10 +164,13 @@ class WaitingLanes:
         self._adapters = adapters
         self._lanes: dict[LaneName, Lane] = {}
         self._of_adapter: defaultdict[AdapterKey, dict[Lane, None]] = defaultdict(dict)
-        self._open = LaneOrder(policy)
+        # Keys whose lanes a limit holds, which relief or time ends.
+        self._held: set[str] = set()
+        self._open = LaneOrder(policy, None, self._held)
+        self._on_disk = LaneOrder(policy, HOST_MEMORY, self._held)
         self._blocked: dict[Blocker, LaneOrder] = {}
         # Where each lane is, except those that a step is checking.
-        self._homes: dict[Lane, _KeyLanes] = {}
+        self._homes: dict[Lane, LaneOrder] = {}
         # Lanes whose turn to be loaded came in this step.
         self._tried: list[Lane] = []
         # Lanes whose adapter has changed its state, and blockers that may release lanes.
@@ -177,7 +194,7 @@ class WaitingLanes:
     @property
     def wait_for_host_memory(self) -> bool:
         """Return whether a lane waits for host memory."""
-        return HOST_MEMORY in self._blocked
+        return self._on_disk.num_lanes > 0
 
     def are_held_back(self, key: AdapterKey) -> bool:
         """Return whether requests wait for an adapter, but all of them are blocked by something else first."""
@@ -188,7 +205,7 @@ class WaitingLanes:
         """Return when a step has lanes to check even without an event; None if no time is known."""
         if self._relieved or self._moved or self._may_load_others:
             return 0.0
-        while self._wake_times and self._wake_times[0][1] not in self._blocked:
+        while self._wake_times and not self._is_blocking(self._wake_times[0][1]):
             heapq.heappop(self._wake_times)
         return self._wake_times[0][0] if self._wake_times else None
 
@@ -209,7 +226,7 @@ class WaitingLanes:
         if is_new:
             self._file(lane)
         elif (home := self._homes.get(lane)) is not None and lane.first is request:
-            home.order.update(lane)
+            home.update(lane)
 
     def remove(self, request: Request) -> None:
         """Remove a request that no longer waits."""
@@ -220,7 +237,7 @@ class WaitingLanes:
             self._drop(lane)
         lane.requests.remove(request)
         if was_first and (home := self._homes.get(lane)) is not None:
-            home.order.update(lane)
+            home.update(lane)
 
     def walk(self) -> Iterator[Request]:
         """Yield the first request of every open lane, best first. After an admitted request, its lane's next one
@@ -248,23 +265,28 @@ class WaitingLanes:
         """Return the first requests of the best `count` lanes, before a walk."""
         lanes = [lane for _ in range(count) if (lane := self._open.pop()) is not None]
         for lane in lanes:
-            self._homes[lane] = self._open.add(lane, is_cold=lane.is_cold)
+            self._open.add(lane, is_cold=lane.is_cold)
         return [lane.first for lane in lanes]
 
     def block(self, request: Request, blocker: Blocker, until_s: float | None = None) -> None:
-        """Block a request's lane, or all lanes of its key, until the blocker is relieved or a time has come."""
+        """Block a request's lane, or hold all lanes of its key, until the blocker is relieved or a time has come."""
         lane = self._lanes[LaneName.of(request)]
         self._take_out(lane)
-        if blocker.is_of_key and blocker not in self._blocked:
-            self._open.move_key(blocker.name, self._order(blocker))
-        self._homes[lane] = self._order(blocker).add(lane)
+        if not blocker.is_of_key:
+            self._put(lane, self._order(blocker))
+        else:
+            if blocker.name not in self._held:
+                self._open.hold(blocker.name)
+                self._on_disk.hold(blocker.name)
+                self._held.add(blocker.name)
+            self._file(lane)
         self._relieved.pop(blocker, None)
         if until_s is not None:
             heapq.heappush(self._wake_times, (until_s, blocker))
 
     def relieve(self, blocker: Blocker) -> None:
         """Note that a blocker may release lanes."""
-        if blocker in self._blocked:
+        if self._is_blocking(blocker):
             self._relieved[blocker] = None
 
     def begin_step(self, now_s: float, moved: Iterable[AdapterKey]) -> None:
@@ -283,7 +305,7 @@ class WaitingLanes:
             num_left -= self._unblock(blocker, min(MAX_WOKEN, num_left)) if num_left > 0 else 0
         for lane in list(islice(self._moved, max(MAX_WOKEN, num_left))):
             del self._moved[lane]
-            blocked_by = self._homes[lane].order.blocker
+            blocked_by = self._homes[lane].blocker
             if blocked_by is None or blocked_by.is_of_adapter:
                 self._take_out(lane)
                 self._file(lane)
@@ -296,31 +318,34 @@ class WaitingLanes:
             AssertionError: they differ, or a lane is in no order or in two.
         """
         assert set(self) == set(waiting), "the lanes differ from the waiting requests"
-        orders = (self._open, *self._blocked.values())
+        orders = (self._open, self._on_disk, *self._blocked.values())
         places = [lane for order in orders for lane in order]
         assert len(places) == len(set(places)), "a lane is in two places"
         assert set(places) == set(self._lanes.values()) == self._homes.keys(), "a lane is in no place"
-        assert all(order.num_lanes == len(list(order)) for order in orders), "lanes do not add up"
-        assert all(self._homes[lane].order is order for order in orders for lane in order), "a lane is elsewhere"
-        assert all(order.num_cold == sum(lane.is_cold for lane in order) for order in orders), "lanes do not add up"
+        for order in orders:
+            order.check_integrity()
+        assert all(self._homes[lane] is order for order in orders for lane in order), "a lane is elsewhere"
         assert all(order.blocker == blocker and order.num_lanes for blocker, order in self._blocked.items()), "misfiled"
         by_adapter = {(key, lane) for key, lanes in self._of_adapter.items() for lane in lanes}
         assert by_adapter == {(key, lane) for lane in places for key in lane.term_keys}, "an adapter's lanes differ"
 
+    def _is_blocking(self, blocker: Blocker) -> bool:
+        return blocker.name in self._held if blocker.is_of_key else blocker in self._blocked
+
     def _order(self, blocker: Blocker) -> LaneOrder:
         """Return the lanes that a blocker blocks, as a new order if there are none."""
+        if blocker is HOST_MEMORY:
+            return self._on_disk
         if blocker not in self._blocked:
             self._blocked[blocker] = LaneOrder(self._policy, blocker)
         return self._blocked[blocker]
 
     def _file(self, lane: Lane) -> None:
-        """Put a lane into the order that its key's limits and its adapter's state require."""
-        of_key = Blocker.of_key(lane.name.principal)
-        blocker = of_key if of_key in self._blocked else self._adapter_blocker(lane)
-        if blocker is None:
+        """Put a lane into the order that its adapter's state requires."""
+        if (blocker := self._adapter_blocker(lane)) is None:
             self._open_lane(lane)
         else:
-            self._homes[lane] = self._order(blocker).add(lane)
+            self._put(lane, self._order(blocker))
 
     def _adapter_blocker(self, lane: Lane) -> Blocker | None:
         match self._adapters.next_to_move(lane.term_keys):
@@ -331,21 +356,25 @@ class WaitingLanes:
         return None
 
     def _open_lane(self, lane: Lane) -> None:
-        is_cold = not self._adapters.are_resident(lane.term_keys)
-        self._homes[lane] = self._open.add(lane, is_cold=is_cold)
+        self._put(lane, self._open, is_cold=not self._adapters.are_resident(lane.term_keys))
+
+    def _put(self, lane: Lane, order: LaneOrder, *, is_cold: bool = False) -> None:
+        self._homes[lane] = order
+        order.add(lane, is_cold=is_cold)
 
     def _unblock(self, blocker: Blocker, most: int) -> int:
-        """Release at most `most` lanes of a relieved blocker, best first, or all lanes of a key; return how many moved.
-        The blocker stays relieved while it has lanes."""
-        order = self._blocked.get(blocker)
-        if order is None or blocker.is_of_key:
+        """Release at most `most` lanes of a relieved blocker, best first, or all lanes of a key as one; return how many
+        moved. The blocker stays relieved while it has lanes."""
+        if not self._is_blocking(blocker):
             del self._relieved[blocker]
-        if order is None:
             return 0
         if blocker.is_of_key:
-            del self._blocked[blocker]
-            order.move_key(blocker.name, self._open)
+            del self._relieved[blocker]
+            self._held.remove(blocker.name)
+            self._open.release(blocker.name)
+            self._on_disk.release(blocker.name)
             return 1
+        order = self._blocked[blocker]
         lanes = [lane for _ in range(min(most, order.num_lanes)) if (lane := order.pop()) is not None]
         if not order.num_lanes:
             del self._blocked[blocker], self._relieved[blocker]
@@ -357,26 +386,20 @@ class WaitingLanes:
     def _try_loads(self) -> None:
         """Open the best of the lanes that wait for host memory, as far as there may be enough for them."""
         for lane in self._tried:  # lanes that no step reached: others may be better now
-            home = self._homes.get(lane)
-            if home is not None and home.order is self._open and self._is_on_disk(lane):
+            if self._homes.get(lane) is self._open and self._is_on_disk(lane):
                 self._take_out(lane)
-                self._homes[lane] = self._order(HOST_MEMORY).add(lane)
+                self._put(lane, self._on_disk)
         self._tried.clear()
         num_bytes = 0
         for _ in range(MAX_LOADS):
-            order = self._blocked.get(HOST_MEMORY)
-            best = order.pop() if order is not None else None
-            if order is None or best is None:
+            if (best := self._on_disk.pop()) is None:
                 break
             nbytes = self._bytes_on_disk(best.first)
             if not self._adapters.has_host_memory(nbytes, num_bytes):
-                self._homes[best] = order.add(best)
+                self._put(best, self._on_disk)
                 break
-            if not order.num_lanes:
-                del self._blocked[HOST_MEMORY]
-            del self._homes[best]
             self._tried.append(best)
-            if self._is_on_disk(best) and Blocker.of_key(best.name.principal) not in self._blocked:
+            if self._is_on_disk(best):
                 self._open_lane(best)
                 num_bytes += nbytes
             else:
@@ -389,10 +412,11 @@ class WaitingLanes:
         return self.wait_for_host_memory and any(map(self._is_held_back, self._tried))
 
     def _is_held_back(self, lane: Lane) -> bool:
-        """Return whether a lane is gone, or blocked by something other than its adapter."""
+        """Return whether a lane is gone, held, or blocked by something other than its adapter."""
         home = self._homes.get(lane)
-        blocker = None if home is None else home.order.blocker
-        return home is None or not (blocker is None or blocker.is_of_adapter)
+        if home is None or lane.name.principal in self._held:
+            return True
+        return not (home.blocker is None or home.blocker.is_of_adapter)
 
     def _is_on_disk(self, lane: Lane) -> bool:
         return self._adapter_blocker(lane) is HOST_MEMORY
@@ -407,10 +431,9 @@ class WaitingLanes:
         home = self._homes.pop(lane, None)
         if home is None:
             return
-        order = home.order
-        order.remove(lane)
-        if order.blocker is not None and not order.num_lanes:
-            del self._blocked[order.blocker]
+        home.remove(lane)
+        if home.blocker in self._blocked and not home.num_lanes:
+            del self._blocked[home.blocker]
 
     def _drop(self, lane: Lane) -> None:
         del self._lanes[lane.name]

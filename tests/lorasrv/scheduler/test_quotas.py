@@ -1,15 +1,17 @@
 """Every limit holds, on the bare scheduler; what is refused says which limit, of whom."""
 
 import pytest
-from bare_scheduler import KEYS, PAGE_BYTES, Bench, names
+from bare_scheduler import KEYS, PAGE_BYTES, Bench, layout_of, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_scheduler import scheduler
 
-from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare
+from adapter_store.spec import AdapterKey
+from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare, MemoryOptions
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
 from lorasrv.scheduler.quotas import Blocker
+from lorasrv.scheduler.waiting_lanes import MAX_LOADS
 
 
 def _running(bench: Bench, name: str) -> int:
@@ -325,6 +327,38 @@ def test_a_share_that_ends_takes_nothing_from_others() -> None:
     bench.run()
     assert set(bench.ends().values()) == {FinishReason.LENGTH}
     assert bench.scheduler.counters.preemptions == 0
+
+
+def test_cold_requests_of_a_key_that_may_go_on_wait_for_their_turn_to_be_loaded() -> None:
+    small, large, loading = KEYS[0], KEYS[5], KEYS[3]
+    memory = MemoryOptions(host_cache_bytes=layout_of(small).nbytes + layout_of(loading).nbytes)
+    bench = scheduler(bench={"memory": memory}, key_limits=Limits(max_running=1))
+    for name in ("first", "second"):
+        bench.add(name, max_tokens=6, principal="k")
+        bench.step()
+    bench.add("loading", key=loading, principal="other")
+    bench.add("large", key=large, principal="another")
+    bench.add("small", key=small, principal="k")
+    while bench.ends().keys() != {"first", "second"}:
+        bench.step()
+    bench.step()
+    assert bench.loading == {loading}, "a small adapter overtakes a large one that waits for host memory"
+    bench.load(loading)
+    bench.run()
+    assert bench.first_step("large") < bench.first_step("small")
+
+
+def test_a_key_that_may_go_on_begins_no_more_loads_in_a_step_than_others() -> None:
+    bench = scheduler(key_limits=Limits(max_running=1))
+    for name in ("first", "second"):
+        bench.add(name, max_tokens=6, principal="k")
+        bench.step()
+    for number in range(3 * MAX_LOADS):
+        bench.add(f"cold{number}", key=AdapterKey("a" + f"{number:063x}"), principal="k")
+    for _ in range(20):
+        bench.step()
+    loads = [len(step.orders.loads) for step in bench.steps]
+    assert (sum(loads), max(loads)) == (3 * MAX_LOADS, MAX_LOADS)
 
 
 def test_accounts_without_anything_are_forgotten() -> None:
