@@ -215,6 +215,11 @@ class AdapterManager:
         is_first = not self._host_copies and not ahead
         return is_first or self._host_bytes + ahead + nbytes <= self._max_host_bytes
 
+    @property
+    def has_moved(self) -> bool:
+        """Return whether `take_moved` would return any adapter."""
+        return bool(self._moved)
+
     def take_moved(self) -> Iterable[AdapterKey]:
         """Return the adapters whose state has changed since the last call."""
         moved, self._moved = self._moved, {}

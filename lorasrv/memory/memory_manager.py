@@ -207,30 +207,25 @@ class MemoryManager:
                 return self.evictor.place_adapter(key, keep_free, level, spared) is not None
         return True
 
-    def prefetch(self, keep_free: int, held_back: Iterable[AdapterKey] = ()) -> bool:
+    def prefetch(self, keep_free: int, held_back: Iterable[AdapterKey] = ()) -> None:
         """Take pages for snapshots whose adapters have got theirs in this step. Load reserved adapters that no request
         waits for, pinned ones first, into pages that no request needs.
 
         While the pool has no room for a reserved adapter, it is not loaded and its host copy is released. The host
         copies of adapters whose requests limits hold back are released too: other loads may need the host memory.
-
-        Returns: whether a host copy was released.
         """
         manager = self.adapter_manager
         self.snapshots.place(keep_free)
-        has_given_up = False
         for key in held_back:
             if not self.load_adapter(key, manager.host_layout(key), keep_free, EvictionLevel.PREFETCH):
                 manager.cancel(key)
-                has_given_up = True
         for key, layout in manager.reserved_missing():
             is_new = manager.state(key) is AdapterState.ON_DISK
             if is_new and not self.evictor.can_place([layout], keep_free, EvictionLevel.PREFETCH):
                 break
             if not self.load_adapter(key, layout, keep_free, EvictionLevel.PREFETCH):
                 manager.cancel(key)
-                return True
-        return has_given_up
+                break
 
     def estimate_ready_s(
         self, missing: Sequence[tuple[AdapterKey, AdapterLayout]], *, on_host: bool, keep_free: int

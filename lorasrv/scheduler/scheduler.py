@@ -199,10 +199,9 @@ class Scheduler:
         planned = self._planner.plan()
         for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
-        has_given_up = not planned.has_preempted and self._memory.prefetch(
-            planned.keep_free + self.num_running,
-            filter(self._queue.lanes.are_held_back, self._adapter_manager.on_host()),
-        )
+        if not planned.has_preempted:
+            held_back = filter(self._queue.lanes.are_held_back, self._adapter_manager.on_host())
+            self._memory.prefetch(planned.keep_free + self.num_running, held_back)
         self._allocator.record_moves()
         drafts = self._planner.plan_drafts(planned)  # drafts take pages last
         counts = planned.budget.counts
@@ -220,7 +219,7 @@ class Scheduler:
             requests=requests,
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
-            wake_s=self._wake_s(planned, has_freed_host=has_given_up),
+            wake_s=self._wake_s(planned),
             page_ops=self._allocator.take_ops(),  # last: an exception after this would lose the operations
             orders=self._adapter_manager.take_orders(),
             snapshots=self._memory.snapshots.take_orders(),
@@ -374,10 +373,10 @@ class Scheduler:
             self.quotas.charge(request, fresh)
             self.policy.on_computed(request, num_new)
 
-    def _wake_s(self, planned: StepPlan, *, has_freed_host: bool) -> float | None:
+    def _wake_s(self, planned: StepPlan) -> float | None:
         """Return when the next step is needed even if nothing happens."""
-        # Requests behind the refused ones may be admitted, and loads that waited for host memory may begin.
-        has_more = planned.unfit or (has_freed_host and self._queue.lanes.wait_for_host_memory)
+        # Requests behind the refused ones may be admitted; others may use what adapters have left in this step.
+        has_more = planned.unfit or (self._adapter_manager.has_moved and self.num_waiting)
         now = self._clock() if has_more else None
         times = (self._deadlines.next_s(), planned.wake_s, now, self._queue.lanes.wake_s(), self._memory.wake_s())
         return min((t for t in times if t is not None), default=None)

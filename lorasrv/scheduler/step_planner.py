@@ -472,7 +472,6 @@ class StepPlanner:
         if is_alone and len(request.terms) > 1:
             for key in filter(self._adapters.is_evictable, request.term_keys):
                 self._adapter_manager.evict(key)
-                state.wake_s = 0.0
 
     def _load_adapter(self, request: Request, level: EvictionLevel, state: _PlanState) -> bool:
         """Load the missing adapters; return False if one has no room. Those in the pool already are not evicted for

@@ -191,11 +191,6 @@ class WaitingLanes:
         """Return whether any open lane has an adapter that is to be loaded or placed."""
         return self._open.num_cold > 0
 
-    @property
-    def wait_for_host_memory(self) -> bool:
-        """Return whether a lane waits for host memory."""
-        return self._on_disk.num_lanes > 0
-
     def are_held_back(self, key: AdapterKey) -> bool:
         """Return whether requests wait for an adapter, but all of them are blocked by something else first."""
         lanes = self._of_adapter.get(key, ())
@@ -409,7 +404,7 @@ class WaitingLanes:
     def _may_load_others(self) -> bool:
         """Return whether lanes wait for the host memory that others, now gone or blocked by something else, would have
         used."""
-        return self.wait_for_host_memory and any(map(self._is_held_back, self._tried))
+        return self._on_disk.num_lanes > 0 and any(map(self._is_held_back, self._tried))
 
     def _is_held_back(self, lane: Lane) -> bool:
         """Return whether a lane is gone, held, or blocked by something other than its adapter."""

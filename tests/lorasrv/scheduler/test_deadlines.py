@@ -20,8 +20,9 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
     bench.add("running", max_tokens=100, timeout_s=5.0)
     bench.add("waiting", timeout_s=3.0)
     bench.add("loading", key=KEYS[0], timeout_s=4.0)
+    assert bench.step().orders.loads == (KEYS[0],)
     assert bench.step().wake_s == 3.0
-    for _ in range(8):
+    for _ in range(7):
         bench.step()
     assert bench.ends() == dict.fromkeys(("waiting", "loading", "running"), FinishReason.TIMEOUT)
     assert bench.tokens("running") == 4, "what was generated until then"

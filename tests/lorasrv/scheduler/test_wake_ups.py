@@ -84,6 +84,17 @@ def test_host_memory_of_a_beam_that_waits_for_another_one() -> None:
     assert set(bench.ends()) == {"beam", "beam.1", "other"}
 
 
+def test_host_memory_that_a_load_leaves_to_another() -> None:
+    """Two keys wait for the large adapter; once it is being loaded, only its first place in the line counts."""
+    memory = MemoryOptions(host_cache_bytes=layout_of(F).nbytes + layout_of(A).nbytes)
+    bench = Bench(pages=64, step_s=0.0, memory=memory)
+    for name, key in (("first", F), ("second", F), ("small", A)):
+        bench.add(name, key=key, principal=name)
+    while bench.step().wake_s == bench.now:
+        assert len(bench.steps) < 5
+    assert bench.loading == {F, A}
+
+
 def test_the_adapters_of_a_sum_that_are_evicted_to_begin_anew() -> None:
     """No run of the pool is long enough for the second, because the first lies in its middle."""
 
