@@ -7,21 +7,26 @@ computes them. Everything that a step reads must have the tag that it would have
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from all_drafts import every_draft, scripted
+from pool_snapshots import Rows, TagLoader
 
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import Limits, LimitShare, MemoryOptions, SchedulerOptions
-from lorasrv.kv_policy import HOLE
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.engine.messages import MakeSnapshot
+from lorasrv.engine.snapshot_keeper import SnapshotKeeper
+from lorasrv.kv_policy import HOLE, KvPolicy
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.prefix_cache import PageChain
 from lorasrv.outputs import EngineOutput, RequestId, TokenLogprobs
-from lorasrv.request import EngineCoreRequest, Peer, Request
-from lorasrv.sampling_params import MAX_LOGPROBS
+from lorasrv.request import AdapterTerm, EngineCoreRequest, FixedPrefix, Peer, Request
+from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import (
     CopyPages,
@@ -49,6 +54,11 @@ LIMITS = [
     *(Limits(max_running=1, max_queued=3), Limits(tokens_per_s=6.0), Limits(resident_bytes=14 * 1024)),
 ]
 PEER = Peer("http://peer", computes=True)
+PERSONAS = {
+    name: FixedPrefix(f"{name}.1", f"prefix:{name}", 5 + 4 * pages) for pages, name in enumerate(["", "a", "b", "ac"])
+}
+"""Fixed prefixes of personas, by the names of their adapters."""
+BEAMS = "beams"
 
 
 def key_of(name: str, version: int) -> AdapterKey:
@@ -61,8 +71,26 @@ def layout_of(key: AdapterKey) -> AdapterLayout:
     return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
 
 
+def prefix_tokens(persona: FixedPrefix) -> tuple[int, ...]:
+    return (100 + persona.num_tokens,) * persona.num_tokens
+
+
+def _sum_of(keys: Sequence[AdapterKey]) -> AdapterKey | None:
+    return AdapterKey("+".join(keys)) if keys else None
+
+
 def _tag(*content: object) -> int:
     return hash(content) & (2**62 - 1)
+
+
+def token_tag(message: EngineCoreRequest, adapter: AdapterKey | None, tokens: tuple[int, ...]) -> int:
+    """Return the tag of the last of some tokens."""
+    place, policy, prefix = (len(tokens) - 1) // PAGE_SIZE, message.kv_policy, message.prefix
+    if policy is not None:
+        return _tag(adapter, message.cache_salt, policy.salt(place), tokens)
+    if prefix is not None and place < prefix.num_tokens // PAGE_SIZE:
+        return _tag(adapter, prefix.salt, b"", tokens)
+    return _tag(adapter, message.cache_salt, b"", tokens)
 
 
 class Guesses(Drafter):
@@ -99,6 +127,8 @@ class World:
     memory: MemoryOptions
     drafts: bool = False
     late: bool = False
+    # Snapshots on the disk.
+    files: dict[SnapshotName, Rows] = field(default_factory=dict)
     outputs: list[EngineOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,7 +136,9 @@ class World:
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host, mode = self.on_host.__contains__, self.options.preemption_mode
-        self.accounts = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, peer_facts={})
+        stored = {name: rows.nbytes for name, rows in self.files.items()}
+        facts: dict[str, Any] = {"facts": {"base": "tags"}, "stored": stored, "peer_facts": {}}
+        self.accounts = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, **facts)
         self.choose = 0
         speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
         self.scheduler = Scheduler(self.options, self.accounts, frozenset({EOS}), speculator)
@@ -116,36 +148,81 @@ class World:
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
         self.copying: dict[AdapterKey, PlacedAdapter] = {}
-        # Snapshots requested from peers, the pages that are filled with them, and the pages that peers read.
-        self.fetching: dict[SnapshotName, PeerSnapshot] = {}
-        self.fetched: dict[SnapshotName, PeerSnapshot] = {}
-        self.filling: dict[SnapshotName, tuple[PeerSnapshot, tuple[tuple[int, int], ...]]] = {}
+        self.snapshots = TagLoader(self.units, self._peer_rows, self.files)
+        self.told: dict[int, object] = {}
+        self.keeper = SnapshotKeeper(self.accounts.snapshots, self.snapshots, self.told.__setitem__)  # type: ignore[arg-type]
+        # The pages that peers read.
         self.lent: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
         self.made_progress, self._sleeps = False, True
         self.messages: dict[RequestId, EngineCoreRequest] = {}
+        self.num_calls = 0
         # The next failures: the swaps of a step, the steps in flight, the numbers of a row.
         self.swaps_fail = self.steps_fail = self.row_fails = False
 
-    def submit(self, message: EngineCoreRequest) -> None:
-        self.messages[message.request_id] = message
-        self.scheduler.add(message)
+    def ask(
+        self,
+        ids: tuple[int, ...],
+        keys: Sequence[AdapterKey],
+        max_tokens: int,
+        count: int,
+        how: KvPolicy | str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Submit the choices of a request of the base, an adapter or a sum of several, unless it can never fit.
+
+        Args:
+            how: `BEAMS`, or the policy of its keys and values.
+        """
+        terms = tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys)
+        ignores_eos = fields.pop("ignore_eos", False)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=1, ignore_eos=ignores_eos)
+        most, beams = len(ids) + max_tokens, 1
+        if isinstance(how, KvPolicy):
+            policy = fields["kv_policy"] = how.placed(PAGE_SIZE, self.options.max_num_batched_tokens)
+            most = policy.most_tokens(len(ids), most)
+            fields.pop("peer", None)
+        elif how == BEAMS:
+            beams, fields["beams"], sampling = count, BeamOptions(count), replace(sampling, logprobs=MAX_LOGPROBS)
+        accounts, layouts = self.accounts, [term.layout for term in terms]
+        has_room = sum(map(accounts.adapters.pages_for, layouts)) <= accounts.adapter_pool.num_pages
+        if not has_room or beams > self.options.max_num_seqs:
+            return
+        if beams * accounts.kv.pages_for(most) > accounts.max_kv_pages(layouts):
+            return
+        first, *others = [RequestId(f"r{len(self.messages) + choice}") for choice in range(count)]
+        message = EngineCoreRequest(first, ids, max_tokens, sampling, terms, adapter_key=_sum_of(keys), **fields)
+        for each in (message, *further_choices(message, others)):
+            self.messages[each.request_id] = each
+            self.scheduler.add(each)
+
+    def evict(self, num_pages: int) -> None:
+        """Evict an adapter and prefix pages, as if others needed the memory."""
+        self.accounts.adapter_manager.evict_lowest()
+        if (prefixes := self.accounts.prefixes) is not None:
+            for _ in range(num_pages):
+                prefixes.evict_orphaned() or prefixes.evict_lowest()
+
+    def make_snapshot(self, keys: Sequence[AdapterKey], persona: FixedPrefix) -> None:
+        """Call for a snapshot as an operator does."""
+        self.num_calls += 1
+        self.keeper.call(self.num_calls, MakeSnapshot(_sum_of(keys), persona, prefix_tokens(persona)))
 
     def step(self, choose: int) -> None:
         """Plan a step and apply its orders; collect the step in flight, as the engine does. If the engine would sleep
-        afterwards, check that nothing is in progress, and that another step at the same time changes nothing except by
-        preempting: a request that has waited for too many steps may do that until a certain time."""
+        afterwards, check that the same step once more changes nothing, except that a starved request may preempt one
+        that its limits have throttled since."""
         self.now += 1.0
         self._step(choose)
-        if self._sleeps and self.scheduler.has_requests and not self._is_under_way:
-            preemptions = self.scheduler.counters.preemptions
+        if self._sleeps and self.scheduler.has_requests:
+            preemptions, under_way = self.scheduler.counters.preemptions, self._under_way()
+            self.scheduler._queue.step -= 1  # waits are counted in steps
             self._step(choose)
             if self.scheduler.counters.preemptions == preemptions:
                 assert self._sleeps, "the engine sleeps, and requests could go on"
-                assert not self._is_under_way, "the engine sleeps, and adapters could be loaded"
+                assert self._under_way() == under_way, "the engine sleeps, and something could be loaded"
 
-    @property
-    def _is_under_way(self) -> bool:
-        return any((self.loading, self.copying, self.fetching, self.filling, self.flights))
+    def _under_way(self) -> list[Any]:
+        return [sorted(self.loading), sorted(self.copying), self.snapshots.under_way()]
 
     def _step(self, choose: int) -> None:
         self.choose = choose
@@ -153,9 +230,10 @@ class World:
             self._collect()
             self.made_progress, self._sleeps = True, False
             return
+        self.keeper.take_reports()
         with every_draft():
             step = self.scheduler.schedule(ahead=self.late and not self.is_serial)
-        if step.page_ops:
+        if step.page_ops or step.snapshots.saves:
             self._compute()
         has_tokens = bool(step.requests)
         for op in step.page_ops:
@@ -182,11 +260,7 @@ class World:
         for key, placed in step.orders.copies:
             assert key not in self.copying
             self.copying[key] = placed
-        for name in step.snapshots.cancels:
-            assert (self.fetching.pop(name, None) or self.fetched.pop(name, None)) is not None
-        self.fetching |= {wanted.name: wanted for wanted in step.snapshots.loads if isinstance(wanted, PeerSnapshot)}
-        for name, copies in step.snapshots.copies:
-            self.filling[name] = self.fetched.pop(name), copies
+        self.keeper.send(step.snapshots)
 
     def _collect(self) -> None:
         if len(self.flights) > 1 and self.steps_fail:
@@ -254,36 +328,15 @@ class World:
         self.copying.pop(key, None)
         self.scheduler.on_adapter_failed(key, "broken")
 
-    def fetch(self, name: SnapshotName, count: int) -> None:
-        """Handle an answer of a peer with `count` pages, or a failure."""
-        wanted = self.fetching.pop(name)
-        if count:
-            self.fetched[name] = wanted
-            self.accounts.snapshots.on_loaded(name, 1e-3, min(count, wanted.num_pages))
-        else:
-            self.accounts.snapshots.on_load_failed(name, "cut", is_gone=False)
-
-    def fill(self, name: SnapshotName, fails: bool) -> None:
-        """Write a peer's answer to its pages."""
-        wanted, copies = self.filling.pop(name)
-        if fails:
-            self.accounts.snapshots.on_load_failed(name, "copy", is_gone=False)
-            return
-        key, salt = wanted.message.adapter_key, wanted.message.cache_salt
-        for place, page in copies:
+    def _peer_rows(self, wanted: PeerSnapshot) -> Rows:
+        message, rows = wanted.message, np.zeros((wanted.num_pages, UNITS), dtype=np.int64)
+        for place in range(wanted.num_pages):
             for slot in range(PAGE_SIZE):
-                end = (wanted.first + place) * PAGE_SIZE + slot + 1
-                self.units[page, slot] = _tag(key, salt, b"", tuple(wanted.token_ids[:end]))
-        self.accounts.snapshots.on_copied(name, 1e-3)
+                position = (wanted.first + place) * PAGE_SIZE + slot
+                rows[place, slot] = token_tag(message, message.adapter_key, wanted.token_ids[: position + 1])
+        return rows
 
-    def receive(self, name: SnapshotName, count: int) -> None:
-        """Receive pages from a peer, or write them to the pool; 0 means failure."""
-        if name in self.fetching:
-            self.fetch(name, count)
-        else:
-            self.fill(name, fails=not count)
-
-    def end(self, accepted: list[RequestId], end_load: Callable[[AdapterKey], None]) -> None:
+    def end(self, end_load: Callable[[AdapterKey], None]) -> None:
         """Run without further failures: check that every request ends, once, and releases everything that it held."""
         self.swaps_fail = self.steps_fail = self.row_fails = False
         for name in NAMES:
@@ -292,20 +345,22 @@ class World:
             if not (self.scheduler.has_requests or self.flights):
                 break
             # Like the engine's thread, which sleeps without progress until a load or a copy has ended.
-            arriving, coming = sorted(self.loading | self.copying.keys()), sorted({*self.fetching, *self.filling})
+            arriving, coming = sorted(self.loading | self.copying.keys()), self.snapshots.under_way()
             assert arriving or coming or number < 2 or self.made_progress, "the engine sleeps, and requests wait"
             for snapshot in coming:
-                self.receive(snapshot, number % 4)
+                self.snapshots.end(snapshot, number % 4)
             for key in arriving:
                 end_load(key)
             self.step(number)
-        for snapshot in sorted({*self.fetching, *self.filling}):
-            self.receive(snapshot, 0)
+        while coming := self.snapshots.under_way():
+            for snapshot in coming:
+                self.snapshots.end(snapshot, 1)
+            self.step(0)
         for lease in self.lent:
             self.accounts.peer_pages.end(lease)
         self.step(0)
         ended = [output.request_id for output in self.outputs if output.finish_reason is not None]
-        assert sorted(ended) == sorted(accepted), "every accepted request ends exactly once"
+        assert sorted(ended) == sorted(self.messages), "every accepted request ends exactly once"
         assert self.accounts.kv.num_pages == 0
         assert not self.accounts.adapters.pins()
         assert not self.swapped
@@ -318,7 +373,8 @@ class World:
             self._compute()
         for op in left:
             self._apply(op)
-        chain = PageChain.of(PAGE_SIZE, request.adapter_key, self.messages[request.request_id].cache_salt)
+        message = self.messages[request.request_id]
+        chain = PageChain.of(PAGE_SIZE, request.adapter_key, message.cache_salt, prefix=message.prefix)
         tokens = request.token_ids
         digests = [chain.hash(tokens, number) for number in range(len(tokens) // PAGE_SIZE)]
         lease = self.accounts.peer_pages.offer(digests)
@@ -357,7 +413,7 @@ class World:
     def _write(self, step: SchedulerOutput) -> None:
         """Write the tags of all rows before any reads, as in a layer; if two rows write one page, a read detects it."""
         filling = {page for placed in self.copying.values() for page in placed.pages}
-        filling |= {page for _, copies in self.filling.values() for _, page in copies}
+        filling |= {page for _, copies in self.snapshots.filling.values() for _, page in copies}
         for scheduled in step.requests:
             seen = {page for place, page in enumerate(scheduled.page_table) if place not in self._hole(scheduled)}
             assert filling.isdisjoint(seen), "a request has a page that is being filled"
@@ -395,10 +451,8 @@ class World:
             assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
 
     def _token(self, scheduled: ScheduledRequest, position: int) -> int:
-        message = self.messages[scheduled.request_id]
-        sees = b"" if message.kv_policy is None else message.kv_policy.salt(position // PAGE_SIZE)
         tokens = (*scheduled.history[: scheduled.start], *scheduled.token_ids)
-        return _tag(scheduled.adapter_key, message.cache_salt, sees, tokens[: position + 1])
+        return token_tag(self.messages[scheduled.request_id], scheduled.adapter_key, tokens[: position + 1])
 
     def _adapter_units(self, offset: int, size: int) -> np.ndarray:
         return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]

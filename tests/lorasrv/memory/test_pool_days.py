@@ -2,20 +2,17 @@
 now and then. Random rules reach more corners (`test_pool_machine.py`); here there is always somebody in the way."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from mispredict import expect_short_answers
-from pool_world import LIMITS, NAMES, PAGE_BYTES, PAGE_SIZE, PEER, World, key_of, layout_of
+from pool_snapshots import Rows
+from pool_world import BEAMS, LIMITS, NAMES, PAGE_BYTES, PEER, PERSONAS, World, key_of, layout_of, prefix_tokens
 
-from adapter_store.spec import AdapterKey
+from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import POLICIES, Limits, LimitShare, MemoryOptions, SchedulerOptions
-from lorasrv.engine.input_processor import further_choices
 from lorasrv.kv_policy import KvPolicy, SelectPolicy, WindowPolicy
-from lorasrv.outputs import RequestId
-from lorasrv.request import AdapterTerm, EngineCoreRequest, OnCold, RequestStatus
-from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
+from lorasrv.request import OnCold, RequestStatus
 
 POLICIES_OF_KV: list[KvPolicy] = [WindowPolicy(sink=4, recent=16), SelectPolicy(budget=40, sink=4, recent=16, every=32)]
 WHO: list[dict[str, Any]] = [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 30.0}]
@@ -43,16 +40,22 @@ class Day:
             adapter_pool_fraction=draw.choice([None, None, None, 0.4]),
             host_cache_bytes=draw.choice([1 << 20, 9_000, 7_000]),
         )
-        self.world = World(draw.randint(22, 48), options, memory, drafts=draw.random() < 0.4, late=draw.random() < 0.8)
+        self.parts = draw.randint(22, 48), options, memory, draw.random() < 0.4, draw.random() < 0.8
         self.swap_faults, self.step_faults = draw.choice([0.0, 0.0, 0.3]), draw.choice([0.0, 0.0, 0.1])
         self.row_faults = draw.choice([0.0, 0.0, 0.02])
-        if draw.random() < 0.6:
-            expect_short_answers(self.world.scheduler.predictor)
+        self.is_misled = draw.random() < 0.6
         self.versions = dict.fromkeys(NAMES, 0)
-        self.accepted: list[RequestId] = []
+        self.asked = draw.sample(["", "", *PERSONAS, *NAMES, *NAMES, "ab", "ac", "bcd"], draw.choice([3, 8, 21]))
+        self.start({})
+
+    def start(self, files: dict[SnapshotName, Rows]) -> None:
+        """Start the server, with the snapshots that it has on the disk."""
+        self.world = World(*self.parts, files)
+        if self.is_misled:
+            expect_short_answers(self.world.scheduler.predictor)
 
     def pass_by(self) -> None:
-        for _ in range(self.draw.randint(40, 120)):
+        for _ in range(self.draw.randint(20, 60)):
             self.something_happens()
             self.world.scheduler.check_integrity()
             self.world.check_lent()
@@ -62,50 +65,38 @@ class Day:
         events = {
             self.somebody_asks: 30,
             self.steps_pass: 40,
-            self.something_arrives: 13,
+            self.something_arrives: 20,
             self.somebody_leaves: 4,
             self.limits_change: 6,
             self.lend: 2,
-            lambda: world.accounts.adapter_manager.evict_lowest(): 2,
+            self.snapshots_change: 6,
+            lambda: world.evict(draw.choice([0, 3, 99])): 6,
             self.somebody_warms: 2,
         }
         draw.choices(list(events), list(events.values()))[0]()
 
     def somebody_asks(self) -> None:
-        draw, options, accounts = self.draw, self.world.options, self.world.accounts
-        ids = (10 + draw.randrange(3),) * draw.randint(0, 14)
-        ids += tuple(20 + (draw.randrange(3) + number) % 3 for number in range(draw.randint(1, 40)))
-        names = draw.choice(["", "", *NAMES, *NAMES, "ab", "ac", "bcd"])
+        draw = self.draw
+        names = draw.choice(self.asked)
         if draw.random() < 0.02 and names:
             self.versions[names[0]] += 1
-        keys = [key_of(name, self.versions[name]) for name in names]
-        terms = tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys)
-        count, max_tokens, kind = draw.choice([1, 1, 1, 2, 3]), draw.randint(1, 14), draw.random()
-        most, fields = len(ids) + max_tokens, {**draw.choice(WHO), "cache_salt": draw.choice(["", "", "tenant"])}
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=1, ignore_eos=draw.random() < 0.5)
-        beams = 1
+        fields, how = {**draw.choice(WHO), "cache_salt": draw.choice(["", "", "tenant"])}, None
+        ids = (10 + draw.randrange(3),) * draw.randint(0, 14)
+        if names in PERSONAS and draw.random() < 0.8:
+            fields["prefix"] = PERSONAS[names]
+            ids = prefix_tokens(PERSONAS[names])
+        ids += tuple(20 + (draw.randrange(3) + number) % 3 for number in range(draw.randint(1, 40)))
+        count, kind = draw.choice([1, 1, 1, 2, 3]), draw.random()
         if kind < 0.25:
-            policy = draw.choice(POLICIES_OF_KV).placed(PAGE_SIZE, options.max_num_batched_tokens)
-            fields["kv_policy"], most = policy, policy.most_tokens(len(ids), most)
+            how = draw.choice(POLICIES_OF_KV)
         elif kind < 0.4:
-            beams = count = draw.randint(2, 3)
-            fields["beams"], sampling = BeamOptions(beams), replace(sampling, logprobs=MAX_LOGPROBS)
+            how, count = BEAMS, draw.randint(2, 3)
         elif kind < 0.6:
             fields["peer"] = PEER
-        layouts = [term.layout for term in terms]
-        has_room = sum(map(accounts.adapters.pages_for, layouts)) <= accounts.adapter_pool.num_pages
-        if beams > options.max_num_seqs or not has_room:
-            return
-        if beams * accounts.kv.pages_for(most) > accounts.max_kv_pages(layouts):
-            return
         on_cold = draw.choice([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT])
-        key = AdapterKey("+".join(keys)) if keys else None
-        first, *others = [RequestId(f"r{len(self.accepted) + choice}") for choice in range(count)]
-        self.accepted += [first, *others]
-        fields |= {"adapter_id": names[:1], "on_cold": on_cold}
-        message = EngineCoreRequest(first, ids, max_tokens, sampling, terms, adapter_key=key, **fields)
-        for each in (message, *further_choices(message, others)):
-            self.world.submit(each)
+        fields |= {"adapter_id": names[:1], "on_cold": on_cold, "ignore_eos": draw.random() < 0.5}
+        keys = [key_of(name, self.versions[name]) for name in names]
+        self.world.ask(ids, keys, draw.randint(1, 14), count, how, **fields)
 
     def steps_pass(self) -> None:
         for _ in range(self.draw.randint(1, 4)):
@@ -117,12 +108,13 @@ class Day:
 
     def something_arrives(self) -> None:
         world, draw = self.world, self.draw
-        if arriving := sorted(world.loading | world.copying.keys()):
+        arriving, coming = sorted(world.loading | world.copying.keys()), world.snapshots.under_way()
+        if arriving and not (coming and draw.random() < 0.5):
             key = draw.choice(arriving)
             arrives = world.fail if draw.random() < 0.15 else world.load if key in world.loading else world.copy
             arrives(key)
-        elif coming := sorted({*world.fetching, *world.filling}):
-            world.receive(draw.choice(coming), draw.choice([0, 1, 3, 99]))
+        elif coming:
+            world.snapshots.end(draw.choice(coming), draw.choice([0, 1, 3, 99]))
 
     def somebody_leaves(self) -> None:
         if requests := sorted(self.world.scheduler._queue.requests):
@@ -140,6 +132,13 @@ class Day:
         if running := self.world.scheduler._queue.running:
             self.world.lend(self.draw.choice(running))
 
+    def snapshots_change(self) -> None:
+        if (files := sorted(self.world.snapshots.files)) and self.draw.random() < 0.2:
+            self.world.snapshots.remove(self.draw.choice(files), is_told=self.draw.random() < 0.5)
+        else:
+            names = self.draw.choice(list(PERSONAS))
+            self.world.make_snapshot([key_of(name, self.versions[name]) for name in names], PERSONAS[names])
+
     def somebody_warms(self) -> None:
         key = key_of(self.draw.choice(NAMES), 0)
         self.world.accounts.adapter_manager.reserve(key, layout_of(key), self.world.now + self.draw.choice([0.0, 5.0]))
@@ -147,7 +146,7 @@ class Day:
     def end(self) -> None:
         """Nobody comes any more and nothing fails."""
         world = self.world
-        world.end(self.accepted, lambda key: (world.load if key in world.loading else world.copy)(key))
+        world.end(lambda key: (world.load if key in world.loading else world.copy)(key))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +156,9 @@ def test_days(seeds: range) -> None:
     for seed in seeds:
         try:
             day = Day(seed)
+            day.pass_by()
+            day.end()
+            day.start(day.world.snapshots.files)
             day.pass_by()
             day.end()
         except Exception as error:

@@ -1,25 +1,18 @@
 """Pool, caches, tiers and scheduler together, in any order of events, in a world that says whose each byte is
 (`pool_world.py`). Every accepted request ends exactly once, and the engine never sleeps while one waits."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mispredict import expect_short_answers
-from pool_world import LIMITS, NAMES, PAGE_BYTES, PAGE_SIZE, PEER, World, key_of, layout_of
+from pool_world import BEAMS, LIMITS, NAMES, PAGE_BYTES, PEER, PERSONAS, World, key_of, layout_of, prefix_tokens
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, Limits, LimitShare, MemoryOptions, SchedulerOptions
-from lorasrv.engine.input_processor import further_choices
 from lorasrv.kv_policy import SelectPolicy, WindowPolicy
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
-from lorasrv.outputs import RequestId
-from lorasrv.request import AdapterTerm, EngineCoreRequest, OnCold, RequestStatus
-from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
-from sgmv_kernels.formats.adapter_panels import AdapterLayout
+from lorasrv.request import OnCold, RequestStatus
 
 WINDOW = WindowPolicy(sink=4, recent=16)
 SELECT = SelectPolicy(budget=40, sink=4, recent=16, every=32)
@@ -60,16 +53,10 @@ class PoolMachine(RuleBasedStateMachine):
             expect_short_answers(self.world.scheduler.predictor)
         self.names = dict.fromkeys(NAMES, 0)
         self.deleted: set[AdapterKey] = set()
-        self.accepted: list[RequestId] = []
-
-    def _fits(self, layouts: Sequence[AdapterLayout], tokens: int, beams: int) -> bool:
-        accounts = self.world.accounts
-        if sum(map(accounts.adapters.pages_for, layouts)) > accounts.adapter_pool.num_pages:
-            return False
-        return beams * accounts.kv.pages_for(tokens) <= accounts.max_kv_pages(layouts)
 
     @rule(
-        prefix=st.integers(0, 2),
+        begins=st.integers(10, 12),
+        is_persona=st.booleans(),
         shared=st.integers(0, 14),
         own=st.integers(1, 40),
         max_tokens=st.integers(1, 10),
@@ -80,36 +67,17 @@ class PoolMachine(RuleBasedStateMachine):
         who=st.sampled_from(
             [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}, {"peer": PEER}]
         ),
-        how=st.sampled_from([None, None, None, None, "beams", WINDOW, SELECT]),
+        how=st.sampled_from([None, None, None, None, BEAMS, WINDOW, SELECT]),
     )
-    def submit(self, prefix, shared, own, max_tokens, names, salt, on_cold, choices, who, how) -> None:
+    def submit(self, begins, is_persona, shared, own, max_tokens, names, salt, on_cold, choices, who, how) -> None:
         """Of the base, an adapter or a sum of several; by beam search, or seeing only some of its tokens."""
-        ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
-        keys = [key_of(name, self.names[name]) for name in names]
-        terms = tuple(AdapterTerm(key, 1.0, layout_of(key)) for key in keys)
-        options, fields, most = (
-            self.world.options,
-            {"on_cold": on_cold, "cache_salt": salt, **who},
-            len(ids) + max_tokens,
-        )
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=1)
-        beams = choices if how == "beams" else 1
-        if how == "beams":
-            fields["beams"], sampling = BeamOptions(beams), replace(sampling, logprobs=MAX_LOGPROBS)
-        elif how is not None:
-            fields["kv_policy"] = policy = how.placed(PAGE_SIZE, options.max_num_batched_tokens)
-            most = policy.most_tokens(len(ids), most)
-            fields.pop("peer", None)
-        if beams > options.max_num_seqs or not self._fits([term.layout for term in terms], most, beams):
-            return
-        key = AdapterKey("+".join(keys)) if keys else None
-        first, *others = [RequestId(f"r{len(self.accepted) + choice}") for choice in range(choices)]
-        self.accepted += [first, *others]
-        message = EngineCoreRequest(
-            first, ids, max_tokens, sampling, terms, adapter_key=key, adapter_id=names[:1], **fields
-        )
-        for each in (message, *further_choices(message, others)):
-            self.world.submit(each)
+        fields = {"on_cold": on_cold, "cache_salt": salt, "adapter_id": names[:1], **who}
+        ids = (begins,) * shared
+        if is_persona and names in PERSONAS:
+            fields["prefix"] = PERSONAS[names]
+            ids = prefix_tokens(PERSONAS[names])
+        ids += tuple(20 + (own + i) % 3 for i in range(own))
+        self.world.ask(ids, [key_of(name, self.names[name]) for name in names], max_tokens, choices, how, **fields)
 
     @rule(what=st.sampled_from(["swaps_fail", "steps_fail", "row_fails"]))
     def fail_next(self, what: str) -> None:
@@ -133,12 +101,20 @@ class PoolMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.world.loading | self.world.copying.keys())))
         self._end_load(key, fails)
 
-    @precondition(lambda self: self.world.fetching or self.world.filling)
+    @precondition(lambda self: self.world.snapshots.under_way())
     @rule(data=st.data(), count=st.sampled_from([0, 1, 3, 99]))
-    def receive(self, data: st.DataObject, count: int) -> None:
-        """A peer has sent pages, or they are in the pool."""
-        name = data.draw(st.sampled_from(sorted({*self.world.fetching, *self.world.filling})))
-        self.world.receive(name, count)
+    def end_snapshot(self, data: st.DataObject, count: int) -> None:
+        """Pages of a snapshot have come from a peer or the disk, or are in the pool or on the disk."""
+        self.world.snapshots.end(data.draw(st.sampled_from(self.world.snapshots.under_way())), count)
+
+    @rule(names=st.sampled_from(list(PERSONAS)))
+    def make_snapshot(self, names: str) -> None:
+        self.world.make_snapshot([key_of(name, self.names[name]) for name in names], PERSONAS[names])
+
+    @precondition(lambda self: self.world.snapshots.files)
+    @rule(data=st.data(), is_told=st.booleans())
+    def remove_snapshot(self, data: st.DataObject, is_told: bool) -> None:
+        self.world.snapshots.remove(data.draw(st.sampled_from(sorted(self.world.snapshots.files))), is_told=is_told)
 
     @precondition(lambda self: self.world.scheduler.num_running)
     @rule(data=st.data())
@@ -160,9 +136,9 @@ class PoolMachine(RuleBasedStateMachine):
     def limit(self, name: str, limits: Limits | None) -> None:
         self.world.scheduler.quotas.set_limits(name, limits)
 
-    @rule()
-    def evict(self) -> None:
-        self.world.accounts.adapter_manager.evict_lowest()
+    @rule(num_pages=st.sampled_from([0, 3, 99]))
+    def evict(self, num_pages: int) -> None:
+        self.world.evict(num_pages)
 
     @rule(name=st.sampled_from(NAMES))
     def replace(self, name: str) -> None:
@@ -239,7 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        self.world.end(self.accepted, self._end_load)
+        self.world.end(self._end_load)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
