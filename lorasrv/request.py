@@ -45,6 +45,10 @@ class ConstraintState(Protocol):
     def is_over(self) -> bool:
         """Return whether only the end of the answer may follow."""
 
+    @property
+    def rest(self) -> "ConstraintState | None":
+        """Return what limits the rest of the answer: this state, or what is left of it; None: nothing."""
+
     def advance(self, token_id: int) -> None:
         """Advance by a token that was allowed."""
 
@@ -138,8 +142,6 @@ class Request:
     summed: tuple[tuple[AdapterKey, float], ...] = ()
     # Account that the ledger charges for its steps.
     account: Account = ("", None)
-    # Whether choosing its next token needs more than logits (the text so far), or returns more than the token.
-    needs_text: bool = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     # Tokens with keys and values; catches up with `num_tokens`, without prefill and decode phases.
@@ -215,13 +217,23 @@ class Request:
             if self.term_keys != (self.adapter_key,):
                 self.summed = tuple((term.key, term.weight) for term in self.terms)
         assert (self.adapter_key is None) == (not self.terms), "an adapter's layout is known when it is asked for"
-        constraint = self.message.constraint
-        is_plain = constraint is None and self.message.beams is None
-        self.needs_text = not (is_plain and self.sampling.takes_logits_alone)
-        self.constraint_state = constraint.begin() if constraint is not None else None
+        if self.message.constraint is not None:
+            self.constraint_state = self.message.constraint.begin()
+        for token in self.message.resumed_token_ids:
+            self.follow_constraint(token)
+
+    @property
+    def needs_text(self) -> bool:
+        """Return whether choosing its next token needs more than logits (the text so far), or returns more than the
+        token."""
+        is_plain = self.constraint_state is None and self.message.beams is None
+        return not (is_plain and self.sampling.takes_logits_alone)
+
+    def follow_constraint(self, token_id: int) -> None:
+        """Advance the constraint by a token of the answer, and drop what limits nothing any more."""
         if self.constraint_state is not None:
-            for token in self.message.resumed_token_ids:
-                self.constraint_state.advance(token)
+            self.constraint_state.advance(token_id)
+            self.constraint_state = self.constraint_state.rest
 
     def fall_back(self) -> None:
         """Continue with the base model in place of the adapter."""

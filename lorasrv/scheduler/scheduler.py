@@ -457,8 +457,7 @@ class Scheduler:
         for token in tokens:
             request.token_ids.append(token)
             num_new += 1
-            if request.constraint_state is not None:
-                request.constraint_state.advance(token)
+            request.follow_constraint(token)
             status = self._status_after(request, token)
             if status is not None:
                 break

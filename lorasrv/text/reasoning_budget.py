@@ -90,6 +90,10 @@ class BudgetState:
     def is_over(self) -> bool:
         return self._grammar is not None and self._grammar.is_over
 
+    @property
+    def rest(self) -> ConstraintState | None:
+        return self if self._may_begin or self._is_within else self._grammar
+
     def advance(self, token_id: int) -> None:
         is_forced = bool(self._rest())
         if self._may_begin or self._is_within:

@@ -219,6 +219,10 @@ class GrammarState:
         """Return whether only the end may follow."""
         return self.error is None and self._matcher.is_stopped()
 
+    @property
+    def rest(self) -> "GrammarState":
+        return self
+
     def advance(self, token_id: int) -> None:
         self._token_ids.append(token_id)
         if self.error is None and not self._matcher.consume_token(token_id):

@@ -459,6 +459,10 @@ class EveryThird:
             self._bits = bits
             self.count = 0
 
+        @property
+        def rest(self) -> "EveryThird.State":
+            return self
+
         def advance(self, token_id: int) -> None:
             assert token_id % 3 == self.count % 3
             self.count += 1

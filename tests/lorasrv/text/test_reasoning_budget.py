@@ -4,37 +4,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from compiled_grammars import compiled_grammar
+from compiled_grammars import compiled_grammar, with_tokens
 from hypothesis import example, given
 from hypothesis import strategies as st
 from spelled_engine import tiny_tokenizer
 from tiny_tokenizers import sentencepiece
 
-from adapter_store.spec import AddedToken
 from lorasrv.request import ConstraintState
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import Markers, ReasoningReader
 from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output.grammar import choice_of
+from lorasrv.text.structured_output.matcher import GrammarState
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import TextReader, Tool
 from lorasrv.text.tool_parsers.formats import HERMES
 
-THINK = Markers("<think>", "</think>")
+MARKERS = "<think>", "</think>"
+THINK = Markers(*MARKERS)
 SPELLED = tiny_tokenizer()
-BITS = ("<think>", "</think>", "<", "</", "thi", "nk>", "\n", " ", "\u3000", "a", "é", "<s>")
-
-
-def with_markers(tokenizer: Tokenizer, *, special: bool) -> Tokenizer:
-    first = tokenizer.vocab_size
-    return tokenizer.extended([AddedToken(first + n, text, special) for n, text in enumerate(("<think>", "</think>"))])
+BITS = (*MARKERS, "<", "</", "thi", "nk>", "\n", " ", "\u3000", "a", "é", "<s>")
 
 
 TOKENIZERS = {
     "bytes": SPELLED,
-    "tokens": with_markers(SPELLED, special=False),
-    "special tokens": with_markers(SPELLED, special=True),
+    "tokens": with_tokens(SPELLED, *MARKERS, special=False),
+    "special tokens": with_tokens(SPELLED, *MARKERS, special=True),
     "pieces": sentencepiece(["</", "</think", *"</think>a\n"]),
 }
 
@@ -111,6 +107,7 @@ def test_the_end_is_forced_where_the_budget_is_used_up(
     read.count(ids)
     read.push(text_of(budget, ids))
     assert read.content_at is not None, "a reader finds the end, too"
+    assert state.rest is None
     first = num_in_front(budget, ids)
     most = 0 if first is None else first + num_tokens + len(budget.end_ids) + wanted.count("\n")
     assert read.num_tokens <= most
@@ -123,7 +120,9 @@ async def test_a_grammar_goes_on_behind_a_forced_end(
     builtin_tokenizer: Tokenizer, is_open: bool, is_special: bool | None
 ) -> None:
     """Wherever the reasoning is cut: within a character, or within the closing marker."""
-    tokenizer = builtin_tokenizer if is_special is None else with_markers(builtin_tokenizer, special=is_special)
+    tokenizer = (
+        builtin_tokenizer if is_special is None else with_tokens(builtin_tokenizer, *MARKERS, special=is_special)
+    )
     grammar = THINK.in_front_of(choice_of(["yes", "no"], "p"), tokenizer, is_open=is_open)
     compiled = await compiled_grammar(tokenizer, grammar)
     begin = [] if is_open else tokenizer.encode_behind(THINK.begin)
@@ -147,10 +146,13 @@ async def test_a_grammar_goes_on_behind_a_forced_end(
         assert text_of(budget, ids).endswith(THINK.end)
         assert len(ids) <= len(begin) + num_tokens + len(budget.end_ids)
         assert state.num_allowed(tokenizer.encode_behind("maybe")) == 0
-        for token in answer:
-            state.advance(token)
-        assert state.error is None
-        assert state.is_over
+        rest = state.rest
+        assert isinstance(rest, GrammarState)
+        for each in (state.copy(), rest):
+            for token in answer:
+                each.advance(token)
+            assert each.error is None
+            assert each.is_over
 
 
 @pytest.mark.parametrize("is_special", [None, True])
@@ -158,7 +160,7 @@ async def test_a_call_that_was_begun_in_the_reasoning_is_cut(
     builtin_tokenizer: Tokenizer, is_special: bool | None
 ) -> None:
     """Without a part of its own for reasoning, calls may stand in it."""
-    tokenizer = builtin_tokenizer if is_special is None else with_markers(builtin_tokenizer, special=True)
+    tokenizer = builtin_tokenizer if is_special is None else with_tokens(builtin_tokenizer, *MARKERS, special=True)
     calls = HERMES.unforced_grammar([Tool("clock", {"type": "object"}, is_strict=True)], tokenizer)
     compiled = await compiled_grammar(tokenizer, THINK.with_markers(calls, tokenizer))
     said = tokenizer.encode_behind('<think>Now <tool_call>\n{"name": "clock", "argu')

@@ -27,11 +27,13 @@ from lorasrv.engine import core
 from lorasrv.engine.pool_map import describe_pool
 from lorasrv.memory.cost_model import Rate, StepCosts
 from lorasrv.outputs import EngineOutput, FinishReason, Refusal, RequestId
-from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.sampling_params import PLAIN_TEXT, BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
+from lorasrv.text.reasoning import Markers
+from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.worker.executor import StepHandle
 from sgmv_kernels.cpu_runtime import launch, team
 
@@ -303,6 +305,19 @@ class TestDefaults:
                 under_way.append(len(engine._in_flight))
         assert under_way == [1] * GREEDY.max_tokens + [0]
         assert not any(counts.drafted for counts in default_engine.scheduler.speculator.accounts.by_drafter.values())
+
+    def test_an_answer_behind_its_reasoning_is_planned_ahead_too(self, default_engine: Drafted) -> None:
+        engine = default_engine.engine
+        budget = ReasoningBudget(Markers("<think>", "</think>"), True, 4, default_engine.tokenizer, PLAIN_TEXT)
+        [[message]] = default_engine.messages([Ask(PROMPT, GREEDY, constraint=budget)], "behind")
+        engine.add_request(message)
+        under_way = list[int]()
+        with FakeGpu():
+            while engine.has_requests:
+                engine.step()
+                under_way.append(len(engine._in_flight))
+        of_answer = GREEDY.max_tokens - budget.num_tokens - len(budget.end_ids)
+        assert under_way[-of_answer:] == [1] * (of_answer - 1) + [0]
 
     def test_what_a_persona_has_said_before_is_drafted_in_far_fewer_steps(
         self, plain_engine: Drafted, default_engine: Drafted

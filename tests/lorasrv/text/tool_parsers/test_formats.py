@@ -223,8 +223,7 @@ def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> 
 
 
 async def test_a_strict_tool_may_be_called_behind_a_special_token_of_an_adapter(builtin_tokenizer: Tokenizer) -> None:
-    tag = AddedToken(builtin_tokenizer.vocab_size, "<tool_call>", special=True)
-    tokenizer = builtin_tokenizer.extended([tag])
+    tokenizer = with_tokens(builtin_tokenizer, "<tool_call>", special=True)
     grammar = HERMES.unforced_grammar([Tool("clock", {"type": "object"}, is_strict=True)], tokenizer)
     compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
     async with aclosing(compiler):
@@ -232,9 +231,10 @@ async def test_a_strict_tool_may_be_called_behind_a_special_token_of_an_adapter(
         with pytest.raises(InvalidRequest, match="tools cannot be used"):
             await compiler.compile(grammar)
     right, wrong = (tokenizer.encode_behind(f'So <tool_call>\n{{"name": "{name}", ') for name in ("clock", "watch"))
-    assert tag.id in right
+    tag = builtin_tokenizer.vocab_size
+    assert tag in right
     assert state.num_allowed(right) == len(right)
-    assert right.index(tag.id) < state.num_allowed(wrong) < len(wrong)
+    assert right.index(tag) < state.num_allowed(wrong) < len(wrong)
 
 
 def test_variables_are_the_templates_own() -> None:
