@@ -223,8 +223,9 @@ def _server(
         spec, name = checkpoint.spec, checkpoint.name
     finally:
         checkpoint.close()
-    costs, source, memory, num_pages = _costs(options, name, on_progress)
     itemsize = 4 if options.config.model.dtype == "float32" else 2
+    layout_of = _layouts(options, spec, itemsize, trace)
+    costs, source, memory, num_pages = _costs(options, name, on_progress)
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     free = DeviceMemory.of(resolve_device(options.config.model.device))
@@ -238,7 +239,6 @@ def _server(
         )
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
-    layout_of = _layouts(options, spec, itemsize, trace)
     has_drafts = options.config.speculation.speculation != "off"
     longest = options.config.model.max_model_len or spec.max_position
     server = SimServer(layout, memory, options.config.scheduler, costs, layout_of, longest, has_drafts)

@@ -171,6 +171,10 @@ class TestMeasuredCosts:
         assert (done.code, "steps took 380 % longer than the costs explain" in done.err) == (0, True)
         assert not (tmp_path / "cache").exists()
 
+    def test_a_wrong_store_is_refused_before_measuring(self, measure) -> None:
+        failed(measure(0.1, "--store", "/nowhere"), 2, "the folder /nowhere does not exist")
+        assert self.ranks == []
+
     def test_another_model_or_form_is_another_file(self, tmp_path: Path) -> None:
         files = {cache_file("a", ModelOptions()), cache_file("b", ModelOptions())}
         files.add(cache_file("a", ModelOptions(dtype="float32")))
