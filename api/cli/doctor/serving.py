@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from adapter_store.errors import AdapterError
 from adapter_store.registry.database import check_index
+from adapter_store.storage.blobs import PROBE_BYTES
 from adapter_store.storage.root_lock import opening_errors
 from api.cli.common.formatting import counted
 from api.cli.doctor.machine import Check
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from lorasrv.models.spec import ModelSpec
 
 ASK_S = 2.0
-LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
+LITTLE_DISK = 1 << 30
 _OTHER_PORT = "another --port; 0 selects a free one"
 _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
 
@@ -157,7 +158,7 @@ def disk(settings: ServerSettings, rank: int) -> Check:
     except LorasrvError:
         pass
     text += f", {size(quota)} allowed by --store-bytes" if quota is not None else ""
-    if free < NO_DISK:
+    if free < PROBE_BYTES:
         return Check("fail", text, "free some space: uploads would be refused")
     return Check("warn", text, "make room") if free < LITTLE_DISK else Check("ok", text)
 

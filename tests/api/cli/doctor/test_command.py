@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_adapter import SHAPES
 
 from adapter_store.errors import StoreUnusable
+from adapter_store.storage.blobs import PROBE_BYTES
 from adapter_store.store import AdapterStore
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -136,7 +137,7 @@ class TestStore:
         assert doctor_serving.store(settings(tmp_path)).status == "fail"
 
     def test_room_on_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for free, status in ((1 << 40, "ok"), (1 << 28, "warn"), (1 << 20, "fail")):
+        for free, status in ((1 << 40, "ok"), (PROBE_BYTES, "warn"), (PROBE_BYTES - 1, "fail")):
             monkeypatch.setattr(doctor_serving.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
             assert doctor_serving.disk(settings(tmp_path), 2).status == status
         assert "0 adapters" in doctor_serving.disk(settings(tmp_path, store_bytes="1KiB"), 2).text
