@@ -135,7 +135,8 @@ def check_guarded(settings: ServerSettings) -> None:
         # The registry's keys are not here yet; until they are, no request is served.
         _check_no_own_keys(root)
         return
-    if settings.serves_without_keys or settings.api_key is not None or has_keys(root):
+    # Keys are read even if none is needed, to report an error before the model is loaded.
+    if has_keys(root) or settings.serves_without_keys or settings.api_key is not None:
         return
     raise ConfigError(
         f"--host {settings.host} opens the server to other machines without a key; create one with "

@@ -169,7 +169,10 @@ def check_index(path: Path) -> None:
 
 def _check_layout(version: int) -> None:
     if version not in (0, SCHEMA_VERSION) and version not in MIGRATIONS:
-        raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
+        raise StoreUnusable(
+            f"another lorasrv wrote it (layout {version}, this one reads up to {SCHEMA_VERSION}); start that one, or "
+            "put back a copy of the folder"
+        )
 
 
 class Database:

@@ -118,7 +118,8 @@ class KeyStore:
                         self._db.execute(f"PRAGMA user_version = {VERSION}")
             if (found := self._version()) != VERSION:
                 raise StoreUnusable(
-                    f"{FILE} was written by another version of lorasrv (layout {found}, this one reads {VERSION})"
+                    f"another lorasrv wrote {FILE} (layout {found}, this one reads {VERSION}); start that one, or put "
+                    "back a copy of the folder"
                 )
             if not self._has_counter():
                 with self._transaction():

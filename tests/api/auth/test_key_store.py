@@ -147,8 +147,10 @@ class TestKeyStore:
 
     def test_a_later_layout_is_not_touched(self, keys, tmp_path: Path) -> None:
         keys._db.execute("PRAGMA user_version = 7")
-        with pytest.raises(StoreUnusable, match="written by another version of lorasrv"):
+        with pytest.raises(StoreUnusable, match=r"another lorasrv wrote keys\.db"):
             KeyStore(tmp_path)
+        with pytest.raises(StoreUnusable, match=r"another lorasrv wrote keys\.db"):  # before a model is loaded
+            check_guarded(ServerSettings(store=tmp_path))
 
     def test_concurrent_writers(self, tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as threads:
