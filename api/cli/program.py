@@ -243,18 +243,19 @@ def _root(
 
 
 class _Unread:
-    """Wrap a stream whose reader may have left, so that a command continues without showing its progress."""
+    """Wrap a stream whose reader may have left or whose disk may be full, so that a command continues without showing
+    its progress."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

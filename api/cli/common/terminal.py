@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -178,7 +178,9 @@ def progress_of_start(
 
         def end(ready: object) -> None:
             shown.close()
-            tell(ready)
+            # A server whose output's disk is full, or whose reader has left, serves all the same.
+            with suppress(OSError):
+                tell(ready)
 
         yield lambda what, share: step(what, share, 1.0), end
 

@@ -323,9 +323,12 @@ class TestExitCodes:
             done = cli_process.run(*arguments, "--server", server.url, preexec_fn=partial(os.close, stream))
             assert (done.returncode, done.stderr) == (0, "")
 
-    def test_a_command_goes_on_if_its_progress_is_not_read(self, server, make_adapter) -> None:
+    @pytest.mark.parametrize("why", ["reader left", "disk full"])
+    def test_a_command_goes_on_if_its_progress_is_not_read(self, server, make_adapter, why: str) -> None:
         read, write = os.pipe()
         os.close(read)
+        if why == "disk full":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), write)
         try:
             done = cli_process.run("upload", make_adapter(), "--id", "mia", "--server", server.url, stderr=write)
         finally:

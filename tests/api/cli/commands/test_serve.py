@@ -3,6 +3,7 @@
 The engine of the processes is the fake one.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -144,6 +145,23 @@ def test_ready_line_and_a_clean_end(start: Start) -> None:
     assert (process.returncode, out) == (0, "")
     progress = (" ...", ": 25 %", ": 50 %", ": 75 %", " done")
     assert err.splitlines()[-5:] == [f"loading the model{part}" for part in progress]
+
+
+def test_a_full_disk_of_the_log_keeps_no_server_from_serving(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = fake_serve.serve("--store", tmp_path / "store", "--port", port, stdout=full, stderr=full)
+        try:
+            while True:
+                assert process.poll() is None
+                with contextlib.suppress(httpx2.ConnectError):
+                    assert httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+                    break
+            process.terminate()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.long
