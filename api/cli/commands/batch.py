@@ -85,10 +85,11 @@ def batch(
 def _check_paths(source: Path, target: Path) -> None:
     if not source.is_file():
         raise CliError(f"IN: {source} is read twice, so that it has to be a regular file", code=ExitCode.USAGE)
-    is_other = target.exists() and not target.is_file()
-    if is_other or not target.absolute().parent.is_dir():
+    if target.exists() and not target.is_file():
         # The command reads the results again when it resumes.
-        raise CliError(f"results cannot be written to {target}: name a regular file", code=ExitCode.USAGE)
+        raise CliError(f"OUT: results cannot be written to {target}: name a regular file", code=ExitCode.USAGE)
+    if not target.absolute().parent.is_dir():
+        raise CliError(f"OUT: the folder {target.absolute().parent} does not exist", code=ExitCode.USAGE)
 
 
 @contextmanager

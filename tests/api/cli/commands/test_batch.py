@@ -296,8 +296,14 @@ class TestRefused:
         source.write_text("")
         assert cli("batch", source, target).code == 2
         source.write_text(line("a"))
-        for wrong in (tmp_path, tmp_path / "no" / "out.jsonl", source):
-            assert cli("batch", source, wrong, "--server", server.url).code == 2
+        folder = tmp_path / "no"
+        says = {
+            tmp_path: "a regular file",
+            folder / "out": f"OUT: the folder {folder} does not exist",
+            source: "the same",
+        }
+        for wrong, why in says.items():
+            failed(cli("batch", source, wrong, "--server", server.url), 2, why)
         assert source.read_text() == line("a")
         os.mkfifo(tmp_path / "pipe")
         failed(cli("batch", tmp_path / "pipe", target, "--server", server.url), 2, "IN: ", "a regular file")
