@@ -95,10 +95,11 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
 
 
 def _place(seen: RequestInfo) -> dict[str, str]:
-    """Return the route's template or, for a request that was refused before it had a route, the path on one line."""
-    if seen.route != NO_ROUTE:
-        return {"route": seen.route}
-    return {"path": _CONTROL.sub(_escaped, seen.path)}
+    """Return the route's template; of one with a parameter, or if there is none, also the path on one line."""
+    fields = {} if seen.route == NO_ROUTE else {"route": seen.route}
+    if not fields or "{" in seen.route:
+        fields["path"] = _CONTROL.sub(_escaped, seen.path)
+    return fields
 
 
 def _of_answers(seen: RequestInfo) -> dict[str, Any]:

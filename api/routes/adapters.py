@@ -120,7 +120,8 @@ def registered(done: Registration, checked: CheckedDefaults | None, more: Mappin
     }
     if checked is not None:
         content["persona"] = {"digest": f"sha256:{done.ref.persona}", **checked.report()}
-    return JSONResponse({**content, **more}, 201 if done.created else 200)
+    headers = ResolvedModel(done.ref.adapter_id, done.ref).headers
+    return JSONResponse({**content, **more}, 201 if done.created else 200, headers)
 
 
 @router.get("/v1/adapters")

@@ -157,6 +157,20 @@ class TestRequestLines:
         assert len(told[0]["request_text"]) == logs.MAX_SHOWN
         assert "request_text" not in told[1]
 
+    def test_a_change_of_an_adapter_names_it(self, server, make_adapter, lines, eventually) -> None:
+        server.upload(make_adapter(), "mia")
+        server.http.patch("/v1/adapters/mia", json={"aliases": {"prod": 1}})
+        server.http.delete("/v1/adapters/mia@1?force=true")
+        _, *told = requests(lines, eventually, 4)
+        named = [
+            (line["method"], line.get("adapter_id"), line.get("adapter_version"), line.get("path")) for line in told
+        ]
+        assert named == [
+            ("POST", "mia", "1", None),
+            ("PATCH", None, None, "/v1/adapters/mia"),
+            ("DELETE", None, None, "/v1/adapters/mia@1"),
+        ]
+
     def test_a_disconnect(self, server, engine, lines, eventually) -> None:
         engine.breaks(1, HANG)
         with server.http.stream("POST", "/v1/completions", json=STREAM):
