@@ -37,8 +37,8 @@ def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
     if not stats["requests"] and not stats["prompt_tokens"]:
         yield "in all: no requests"
         return
-    ends = {name: stats[name] for name in ("errors", "refused", "aborted", "fallbacks") if stats[name]}
-    shown = "".join(f", {count} {name}" for name, count in ends.items())
+    ends = {"failed": "errors", "refused": "refused", "aborted": "aborted", "fell back to the base": "fallbacks"}
+    shown = "".join(f", {stats[name]} {word}" for word, name in ends.items() if stats[name])
     yield f"in all: {counted(stats['requests'], 'request')}{shown}, last {_when(stats['last_used'])}"
     yield (
         f"{stats['prompt_tokens']} prompt tokens ({stats['cached_tokens']} cached), "

@@ -110,6 +110,7 @@ def test_show_says_what_drafts_are_worth(mia) -> None:
     shown = stats(mia)
     assert not [line for line in stats_lines(shown) if "draft" in line]
     assert next(stats_lines({**shown, "requests": 1})).startswith("in all: 1 request, last")
+    assert next(stats_lines({**shown, "requests": 2, "errors": 1})).startswith("in all: 2 requests, 1 failed, last")
     assert next(stats_lines({**shown, "requests": 0, "prompt_tokens": 5})).startswith("in all: 0 requests")
     shown["speculation"] = {"steps": 420, "drafted": 310, "accepted": 171, "tokens_per_step": 1.405}
     assert "1.41 tokens a step; 55 % of 310 draft tokens right" in list(stats_lines(shown))
