@@ -141,6 +141,10 @@ class TestKeyStore:
         with pytest.raises(StoreUnusable, match=r"keys\.db cannot be used"):
             has_keys(tmp_path)
         path.unlink()
+        (tmp_path / "keys.db-journal").mkdir()  # SQLite cannot create it, as in a read-only folder
+        with pytest.raises(StoreUnusable, match=r"keys\.db cannot be used: its folder cannot be written"):
+            KeyStore(tmp_path)
+        path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(StoreUnusable, match="not a regular file"):
             KeyStore(tmp_path)
