@@ -107,6 +107,9 @@ class BudgetState:
         return self._rest() or ([] if self._grammar is None else [*self._grammar.forced()])
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if self._num_left >= len(token_ids):
+            # None of them is forced. A copy of the grammar's state would cost more with each token of the answer.
+            return len(token_ids) if self._grammar is None else self._grammar.num_allowed(token_ids)
         ahead = self.copy()
         for at, token in enumerate(token_ids):
             if not ahead._allows(token):
@@ -146,12 +149,13 @@ class BudgetState:
         self._held += self._budget.spelled(token_id)
         if self._may_begin:
             # A character that is not whole is left out.
-            text = codecs.utf_8_decode(self._held, "replace", False)[0].lstrip()
-            if not text.startswith(self._begin):
-                self._may_begin = self._begin.startswith(text)
+            text, num_read = codecs.utf_8_decode(self._held, "replace", False)
+            begun = text.lstrip()
+            self._held = begun.removeprefix(self._begin).encode() + self._held[num_read:]
+            if not begun.startswith(self._begin):
+                self._may_begin = self._begin.startswith(begun)
                 return
             self._may_begin, self._is_within = False, True
-            self._held = self._held.partition(self._begin.encode())[2]
         if self._end in self._held:
             self._is_within = False
         self._held = self._held[1 - len(self._end) :]

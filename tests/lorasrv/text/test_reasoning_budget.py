@@ -14,7 +14,7 @@ from lorasrv.request import ConstraintState
 from lorasrv.sampling_params import TextOptions
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.reasoning import Markers, ReasoningReader
-from lorasrv.text.reasoning_budget import ReasoningBudget
+from lorasrv.text.reasoning_budget import BudgetState, ReasoningBudget
 from lorasrv.text.structured_output.grammar import choice_of
 from lorasrv.text.structured_output.matcher import GrammarState
 from lorasrv.text.tokenizer import Tokenizer
@@ -111,6 +111,18 @@ def test_the_end_is_forced_where_the_budget_is_used_up(
     first = num_in_front(budget, ids)
     most = 0 if first is None else first + num_tokens + len(budget.end_ids) + wanted.count("\n")
     assert read.num_tokens <= most
+
+
+def test_a_token_of_a_long_answer_costs_no_more_than_one_of_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(BudgetState, "copy")  # it takes time in proportion to the answer
+    budget = budget_of(SPELLED, 1100, is_open=False)
+    state = budget.begin()
+    for text in ("\u3000", THINK.begin, "a"):
+        for token in budget.tokenizer.encode_behind(text) * (1 if text == THINK.begin else 1000):
+            state.advance(token)
+        assert len(state._held) < len(THINK.end)
+    assert state.num_allowed([token] * 100) == 100
+    assert state._is_within
 
 
 # With a grammar -------------------------------------------------------------------------------------------------------
