@@ -338,9 +338,9 @@ def _errors() -> Iterator[None]:
     except (sqlite3.Error, OSError) as error:
         if is_full(error):
             raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
-        name, why = (error.filename, error.strerror) if isinstance(error, OSError) else (FILE, str(error))
-        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
-            why = "its folder cannot be written"
-        raise StoreUnusable(f"the key store {name} cannot be used: {why}") from error
+        name, why = (error.filename, error.strerror) if isinstance(error, OSError) else (FILE, error)
+        is_shut = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
+        hint = "; can its folder and the file be written?" if is_shut else ""
+        raise StoreUnusable(f"the key store {name} cannot be used: {why}{hint}") from error
     except (ValueError, TypeError) as error:
         raise StoreUnusable(f"the key store {FILE} contains data that this version did not write") from error
