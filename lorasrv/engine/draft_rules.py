@@ -27,7 +27,7 @@ class DraftRules:
 
     def accept(self, sampling: SamplingParams, constraint: TokenConstraint | None) -> str | None:
         """Return how drafts of a request are accepted. Rejection sampling is not used with a seed, because the text
-        may depend on nothing else, or with a grammar, which would cut wrong drafts."""
+        may depend on nothing else, or with a constraint, which would cut wrong drafts."""
         if not self.may_reject:
             return None
         return SAME_DRAW if sampling.is_greedy or sampling.seed is not None or constraint is not None else REJECTION
