@@ -77,7 +77,7 @@ def plan_chat(
         variables["tools"] = body.tools
     prompt, dropped = _prompt(body, engine, template, tokenizer, variables, persona)
     markers = detect_markers(template.tool_source if body.uses_tools else template.source)
-    num_tokens = checked_budget(body, markers)
+    num_tokens = checked_budget(body, template)
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
     form = _format_of(template, "tools") if body.uses_tools else None
     shown = frozenset[int]() if markers is None else markers.shown(tokenizer)
@@ -140,15 +140,15 @@ def _is_open(body: ChatBody, markers: Markers, tokenizer: Tokenizer, prompt: Seq
     return None if end is PromptEnd.CLOSED else end is PromptEnd.OPEN
 
 
-def checked_budget(fields: ReasoningFields, markers: Markers | None) -> int | None:
+def checked_budget(fields: ReasoningFields, template: "ChatTemplate | None") -> int | None:
     """Return the most tokens of reasoning; None: no limit.
 
     Raises:
-        InvalidRequest: the base does not reason.
+        InvalidRequest: the base does not reason, with tools or without.
     """
     if fields.thinking_token_budget in (None, -1):
         return None
-    if markers is None:
+    if template is None or detect_markers(template.source + template.tool_source) is None:
         why = "{param}: this base does not reason, by its chat template; leave it out"
         raise InvalidRequest(why, param="thinking_token_budget")
     return fields.thinking_token_budget

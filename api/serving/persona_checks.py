@@ -20,7 +20,6 @@ from api.serving.model_list import digest_text
 from api.serving.personas import PROMPT_FIELDS, StoredPersona, apply_to_body
 from api.serving.services import Services
 from api.serving.store_view import ScopedStore
-from lorasrv.text.reasoning import detect_markers
 from lorasrv.text.tokenizer import Tokenizer
 
 CONTEXT_SHARE = 4
@@ -92,9 +91,8 @@ class _Check(FieldChecks):
             self._early(defaults.system_prompt.text)
         self._prompt(defaults)
         self._room(defaults)
-        template = self._engine.chat_template
         with self.faults_of("thinking_token_budget"):
-            checked_budget(defaults, None if template is None else detect_markers(template.source))
+            checked_budget(defaults, self._engine.chat_template)
         return defaults
 
     def parts(self, adapters: Sequence[PinnedAdapter], view: ScopedStore) -> list[Component]:

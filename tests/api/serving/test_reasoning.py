@@ -28,6 +28,7 @@ IN_FRONT = len(f"<think>\n{THOUGHT}\n</think>\n\n".encode())
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "x"}
+CALLS = "<tool_call>{{ tools | tojson }}{{ messages | tojson }}"
 EFFORT = "{{ messages | tojson }}<think>{{ reasoning_effort }}"
 
 
@@ -429,6 +430,9 @@ class TestBudget:
             assert (None if constraint is None else constraint.num_tokens) == num_tokens
         server.chat(model="muse", use_beam_search=True, best_of=2).raise_for_status()
         assert engine.added[-1].constraint is None, "beams have none"
+        engine.chat_template = ChatTemplate(templates.QWEN3, tool_template=CALLS)
+        server.chat(model="muse", tools=[CLOCK]).raise_for_status()
+        assert engine.added[-1].constraint is None, "with tools, this base does not reason"
         thinks(templates.PLAIN)
         said = server.http.post("/v1/adapters", json={**muse, "id": "ann"}).json()["error"]
         assert "thinking_token_budget" in said["message"]
