@@ -35,11 +35,11 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
 class ConstraintState(Protocol):
-    """Follow one answer through a grammar. No method raises."""
+    """Follow one answer through a constraint. No method raises."""
 
     @property
     def error(self) -> str | None:
-        """Return why the grammar cannot be followed further; the request fails with it."""
+        """Return why the constraint cannot be followed further; the request fails with it."""
 
     @property
     def is_over(self) -> bool:
@@ -72,7 +72,7 @@ class ConstraintState(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Start states of a compiled grammar."""
+    """Start the states of the answers that follow it."""
 
     @property
     def ends_answer(self) -> bool:

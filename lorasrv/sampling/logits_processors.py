@@ -193,8 +193,8 @@ def _mark(logits: Tensor, row: SamplingMetadata) -> None:
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
-    """Return the [V] mask of allowed tokens; None: all. If nothing else is allowed, end tokens before `min_tokens`, bad
-    words and repeated n-grams are.
+    """Return the [V] mask of allowed tokens; None: all. What a constraint allows replaces `allowed_token_ids`. If
+    nothing else is allowed, end tokens before `min_tokens`, bad words and repeated n-grams are.
     """
     may = None
     if row.params.allowed_token_ids is not None:
