@@ -134,7 +134,9 @@ class MemoryPlan:
         fullest = max(slabs) * len(slabs) / sum(slabs)
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
         if memory.on_gpu:
-            step += heads + min(config.scheduler.max_num_seqs, DRAWN_TOGETHER) * spec.vocab_size * DRAW_BYTES
+            drawn = min(config.scheduler.max_num_seqs, DRAWN_TOGETHER) * spec.vocab_size * DRAW_BYTES
+            # Only rank 0 draws, but all ranks count as the fullest one.
+            step += heads + drawn * len(parts)
         return cls(
             free=memory.free,
             free_on_host=free_bytes(),

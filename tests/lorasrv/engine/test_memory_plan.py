@@ -116,6 +116,14 @@ def test_the_rank_with_the_most_layers_has_no_larger_share_of_its_gpu(
     assert plan.pool == pytest.approx(0.85 * (free / 2) * 30 / 20 if on_gpu else free / 4)
 
 
+def test_the_rank_that_draws_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(32 * GIB, 32 * GIB, on_gpu=True))
+    spec, speculation = read_model_shape("smollm2-135m").spec, SpeculationOptions(draft_head_bytes=0)
+    alone, divided = (EngineConfig(partition=PartitionOptions(cp=n), speculation=speculation) for n in (1, 2))
+    steps = [MemoryPlan.of(config, spec, "none", torch.device("cpu")).step for config in (alone, divided)]
+    assert steps[1] == 2 * steps[0], "each rank of rows has the whole model"
+
+
 def test_a_refused_partition_says_which_pool_is_enough(model: Path) -> None:
     enough = 3 * MIN_POOL_PAGES * BLOCK
     says = f"--pool-bytes must be {size(enough)} or more"
