@@ -93,14 +93,14 @@ def build(
 
 @contextmanager
 def _reporting_memory() -> Iterator[None]:
-    """Report that the device ran out of memory, which nothing before could foresee.
+    """Report that the device or the host ran out of memory, which nothing before could foresee.
 
     Raises:
         NotEnoughMemory.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise NotEnoughMemory(

@@ -238,6 +238,7 @@ def test_formats_and_kernels_that_do_not_fit_are_refused_with_the_fix(model: Pat
     ("error", "raised", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), NotEnoughMemory, "--pool-bytes, .*: CUDA out of m"),
+        (MemoryError("Unable to allocate 2 GiB"), NotEnoughMemory, "--pool-bytes, .*: Unable to all"),
         (RuntimeError("an illegal memory access"), RuntimeError, "^an illegal"),
     ],
 )
