@@ -9,6 +9,7 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 import pytest
+from process_tree import is_alive
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
@@ -94,10 +95,10 @@ gpu_run.run(gpu_run.Stage("hangs", 500, ("-c", {stage!r})), 500, gpu_run.Results
         while not (log.exists() and (found := re.findall(r" (\d+)\n$", log.read_text("utf-8")))):
             time.sleep(0.05)
         process.kill()
-    begun, stage_of = time.monotonic(), Path(f"/proc/{found[0]}")
-    while stage_of.exists() and time.monotonic() - begun < 60:
+    begun, stage_of = time.monotonic(), int(found[0])
+    while is_alive(stage_of) and time.monotonic() - begun < 60:
         time.sleep(0.05)
-    assert not stage_of.exists()
+    assert not is_alive(stage_of)
 
 
 def test_wheels_are_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
