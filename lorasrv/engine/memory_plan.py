@@ -163,7 +163,12 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """Return the bytes without which no server can run."""
-        return self.base + self.pool + self.step
+        return self.base + self._pool_of_all + self.step
+
+    @property
+    def _pool_of_all(self) -> int:
+        """Return the bytes of the pool; on GPUs, as if every rank had as many as the one with the most slabs."""
+        return int(self.pool * self.fullest) if self.on_gpu else self.pool
 
     def too_small(self) -> str:
         """Return by how much the pool is too small; "" if it is not."""
@@ -178,12 +183,14 @@ class MemoryPlan:
         """Return what does not fit, in one line with the option to change; "" if all does."""
         if self.needed <= self.free:
             return ""
-        options = {"--model": self.base, "--pool-bytes": self.pool, "--max-num-batched-tokens": self.step}
+        pool = self._pool_of_all
+        options = {"--model": self.base, "--pool-bytes": pool, "--max-num-batched-tokens": self.step}
         largest = max(options, key=lambda option: options[option])
+        counted = " (as if every rank had the most layers)" if pool > self.pool else ""
         return (
             f"{size(self.free)} of memory are free, but the base needs about {size(self.base)}, the pool "
-            f"{size(self.pool)} and a step of {self.max_num_batched_tokens} tokens {size(self.step)}; choose a smaller "
-            f"{largest}"
+            f"{size(pool)}{counted} and a step of {self.max_num_batched_tokens} tokens {size(self.step)}; choose a "
+            f"smaller {largest}"
         )
 
     def warning(self) -> str:

@@ -114,6 +114,8 @@ def test_the_rank_with_the_most_layers_has_no_larger_share_of_its_gpu(
     config = EngineConfig(partition=PartitionOptions(partition="0@0-9;1@10-29"))
     plan = MemoryPlan.of(config, spec, "none", device).measured(options, 0, device)
     assert plan.pool == pytest.approx(0.85 * (free / 2) * 30 / 20 if on_gpu else free / 4)
+    larger = MemoryPlan.of(replace(config, memory=MemoryOptions(pool_bytes=int(0.8 * free))), spec, "none", device)
+    assert ("as if every rank had the most layers" in larger.too_large()) is on_gpu
 
 
 def test_the_rank_that_draws_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
