@@ -95,7 +95,7 @@ class BudgetState:
         return self if self._may_begin or self._is_within else self._grammar
 
     def advance(self, token_id: int) -> None:
-        is_forced = bool(self._rest())
+        is_forced = bool(self._closing())
         if self._may_begin or self._is_within:
             self._read(token_id)
         if is_forced and not self._is_within:
@@ -104,7 +104,7 @@ class BudgetState:
             self._grammar.advance(token_id)
 
     def forced(self) -> list[int]:
-        return self._rest() or ([] if self._grammar is None else [*self._grammar.forced()])
+        return self._closing() or ([] if self._grammar is None else [*self._grammar.forced()])
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         if self._num_left >= len(token_ids):
@@ -123,18 +123,18 @@ class BudgetState:
         return copied
 
     def allowed(self) -> npt.NDArray[np.int32] | None:
-        if not (rest := self._rest()):
+        if not (closing := self._closing()):
             return None if self._grammar is None else self._grammar.allowed()
-        words = np.zeros(rest[0] // 32 + 1, np.uint32)
-        words[-1] = 1 << rest[0] % 32
+        words = np.zeros(closing[0] // 32 + 1, np.uint32)
+        words[-1] = 1 << closing[0] % 32
         return words.view(np.int32)
 
     def _allows(self, token_id: int) -> bool:
-        if rest := self._rest():
-            return token_id == rest[0]
+        if closing := self._closing():
+            return token_id == closing[0]
         return self._grammar is None or self._grammar.num_allowed([token_id]) > 0
 
-    def _rest(self) -> list[int]:
+    def _closing(self) -> list[int]:
         """Return the tokens that close the reasoning, without those that the answer ends with; [] before the budget is
         used up and behind the reasoning."""
         if not self._is_within or self._num_left > 0:
