@@ -103,8 +103,8 @@ class RankWorker:
                     told[frame.kind](frame)
                 else:
                     orders.send(_reply(asked[frame.kind], frame))
-                # A GPU may not have computed the step yet: pages filled from now on come behind it.
-                self._model.memory.apply(())
+                # A GPU may not have computed the step yet.
+                self._model.memory.order_writes()
                 self._done.add()
         finally:
             self._done.end()

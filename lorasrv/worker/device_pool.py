@@ -110,9 +110,14 @@ class DevicePool:
                 case DropSwap():
                     # Absent if swapping out failed.
                     self._swapped.pop(op.request_id, None)
+        self.order_writes()
+        return swapped
+
+    def order_writes(self) -> None:
+        """Order every later write of pages after the work that the calling thread has submitted to the device so
+        far."""
         if self._ring is not None:
             self._ring.mark_arranged()
-        return swapped
 
     def copy_slots(self, moves: Sequence[SlotMoves], ops: Ops) -> None:
         """Move keys and values of sequences, in every slab, with one op; no page that is written may be shared."""

@@ -181,7 +181,7 @@ def test_pages_are_filled_behind_steps_that_a_gpu_computes_later() -> None:
 def test_what_waits_for_orders_ends_with_them() -> None:
     """A step is done while an adapter is being filled; a fill behind steps that never come ends with the link."""
     own, other = RankSockets.pair()
-    worker = RankWorker(cast("Any", SimpleNamespace(memory=SimpleNamespace(page_bytes=1, apply=len))))
+    worker = RankWorker(cast("Any", SimpleNamespace(memory=SimpleNamespace(page_bytes=1, order_writes=lambda: None))))
     computed = threading.Event()
 
     def written(_: RankWorker, frame: Frame) -> Frame:
