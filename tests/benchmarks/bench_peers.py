@@ -15,8 +15,9 @@ A peer that this machine does not have is skipped with a message. With --rounds,
 times; the table has medians, and ratios of medians.
 
 With --file, all serve the built-in model as a file of another tool (a name of `whole_files`: AWQ; GPTQ, 4 bits; GGUF,
-Q4_K, ...), base rows only; llama.cpp reads the GGUF ones, vLLM the others. Shares of the floor are of bf16 weights then
-for vLLM.
+Q4_K, ...), base rows only; llama.cpp reads the GGUF ones, vLLM the others. One of them is a larger model of random
+weights, whose answers repeat themselves: measure it with --serve-flags "--speculation off". Shares of the floor are of
+bf16 weights then for vLLM.
 
 Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
 machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
@@ -50,7 +51,7 @@ from typing import Any, TextIO
 
 from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, arguments, lorasrv_server, table, versus
 from process_watch import held_by
-from whole_files import FILES, GGUF_FILES, write_file, write_gguf_file
+from whole_files import FILES, GGUF_FILES, LARGER, write_file, write_gguf_file
 
 from api.cli.bench import machine as probe
 from api.cli.bench.client import BenchClient, BenchRequest
@@ -72,6 +73,7 @@ ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
 BF16_BYTES, FP32_BYTES = 2, 4
 LLAMA_CONTEXT = 2048
 LLAMA_SOURCE = Path("src/vendor/llama.cpp")
+READ_BY_LLAMA = (*GGUF_FILES, LARGER)
 LLAMA_SERVER = LLAMA_SOURCE / "build" / "bin" / "llama-server"
 
 
@@ -358,7 +360,7 @@ def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server
         return lorasrv_server(folder / "store", *flags, adapters=adapter_folders(count, a.assets) if count else ())
     if name == "llama":
         return _answering(_llama_cpp(a, count), folder, "/health")
-    if a.file in GGUF_FILES:
+    if a.file in READ_BY_LLAMA:
         raise Missing("its CPU build reads no GGUF")
     if a.vllm is None or not (a.vllm / "bin" / "python").exists():
         raise Missing("no virtual environment; peers/setup_vllm.sh DIR makes one, --vllm DIR names it")
@@ -388,7 +390,7 @@ def _llama_cpp(a: argparse.Namespace, adapters: int) -> list[str]:
 
 def write_model(kind: str, folder: Path) -> Path:
     """Write the built-in model as a file of another tool, in a folder that is new."""
-    if kind in GGUF_FILES:
+    if kind in READ_BY_LLAMA:
         folder.mkdir()
         return write_gguf_file(builtin_file(), folder / "base.gguf", kind)
     with closing(open_checkpoint(BUILTIN_MODEL)) as checkpoint:
@@ -511,8 +513,8 @@ def main() -> None:
     for name in a.peers:
         if name not in ALL_PEERS:
             raise SystemExit(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
-    if a.file not in (None, *FILES, *GGUF_FILES):
-        raise SystemExit(f"--file {a.file!r} is unknown; choose from {'; '.join([*FILES, *GGUF_FILES])}")
+    if a.file not in (None, *FILES, *READ_BY_LLAMA):
+        raise SystemExit(f"--file {a.file!r} is unknown; choose from {'; '.join([*FILES, *READ_BY_LLAMA])}")
     a.rows = rows_of(a.rows) if a.rows else VERSUS_ROWS if a.versus else ROWS
     if a.file is not None:
         a.rows = tuple(row for row in a.rows if not row.adapters)

@@ -4,11 +4,13 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from ggml_blocks import kind_of, quantize
 from safetensors.torch import save_file
@@ -170,25 +172,55 @@ GGUF_FILES: dict[str, dict[str, str]] = {
     "GGUF, MXFP4": {"token_embd": "Q8_0", "": "MXFP4"},
 }
 """Name -> ggml type of each tensor, by a part of its name; rows of K-quants have a multiple of 256 numbers."""
+LARGER = "GGUF, Q4_1, random, the shape of SmolLM2-1.7B"
+LARGER_LAYERS = 24
+LARGER_DIMS = {576: 2048, 192: 2048, 1536: 8192}
+"""Hidden size, that of keys and values, and intermediate size: the model's -> the larger one's."""
+LARGER_FIELDS = {
+    "llama.block_count": LARGER_LAYERS,
+    "llama.embedding_length": 2048,
+    "llama.feed_forward_length": 8192,
+    "llama.attention.head_count": 32,
+    "llama.attention.head_count_kv": 32,
+}
+GgufTensor = tuple[str, npt.NDArray[np.float32]]
 
 
 def write_gguf_file(file: Path, target: Path, kind: str) -> Path:
-    """Write a GGUF file of the model, `file`, as one of `GGUF_FILES`."""
-    reader, kinds = gguf.GGUFReader(file), GGUF_FILES[kind]
+    """Write a GGUF file of the model, `file`, as one of `GGUF_FILES`, or random weights as `LARGER`."""
+    reader = gguf.GGUFReader(file)
+    kinds, fields, tensors = GGUF_FILES.get(kind, {"": "Q4_1"}), {}, _stored_tensors(reader)
+    if kind == LARGER:
+        fields, tensors = LARGER_FIELDS, _larger_tensors(reader)
     writer = gguf.GGUFWriter(target, "llama")
     for name, entry in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             inner = entry.types[-1] if entry.types[0] is gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, entry.contents(), entry.types[0], inner)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        wanted = kind_of(tensor.name, kinds) if values.ndim == 2 else "F32"
-        writer.add_tensor(tensor.name, quantize(values, wanted), raw_dtype=gguf.GGMLQuantizationType[wanted])
+            writer.add_key_value(name, fields.get(name, entry.contents()), entry.types[0], inner)
+    for name, values in tensors:
+        wanted = kind_of(name, kinds) if values.ndim == 2 else "F32"
+        writer.add_tensor(name, quantize(values, wanted), raw_dtype=gguf.GGMLQuantizationType[wanted])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+def _stored_tensors(reader: gguf.GGUFReader) -> Iterator[GgufTensor]:
+    for tensor in reader.tensors:
+        yield tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def _larger_tensors(reader: gguf.GGUFReader) -> Iterator[GgufTensor]:
+    """Return random tensors of the larger shape: the first layer's names for every layer, and norms of ones."""
+    made = np.random.default_rng(0)
+    shapes = {t.name: tuple(LARGER_DIMS.get(int(n), int(n)) for n in reversed(t.shape)) for t in reader.tensors}
+    of_first = {name: shape for name, shape in shapes.items() if name.startswith("blk.0.")}
+    layers = {name.replace("blk.0.", f"blk.{i}."): s for i in range(LARGER_LAYERS) for name, s in of_first.items()}
+    for name, shape in ({name: s for name, s in shapes.items() if not name.startswith("blk.")} | layers).items():
+        is_norm = len(shape) == 1
+        yield name, np.ones(shape, np.float32) if is_norm else made.normal(0, 0.02, shape).astype(np.float32)
 
 
 def write_file(checkpoint: Checkpoint, folder: Path, kind: str) -> Path:
