@@ -282,13 +282,14 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = 
     tokens = _strings(meta, "tokens")
     if len(set(tokens)) < len(tokens) and (twice := [t for t, count in Counter(tokens).items() if t and count > 1]):
         raise CorruptModel(f"tokenizer.ggml.tokens has {twice[0]!r:.60} more than once")
-    template = meta.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
+    template, tool_template = (meta.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    if not (isinstance(template, str | None) and isinstance(tool_template, str | None)):
         raise CorruptModel("the GGUF metadata has a chat_template that is no text")
     vocabulary = _VOCABULARIES[model](meta, tokens, _token_types(meta, len(tokens)))
     return TokenizerSource(
         vocabulary=vocabulary,
         chat_template=template,
+        tool_template=tool_template,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
         add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", vocabulary.adds_bos)),

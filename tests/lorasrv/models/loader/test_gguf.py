@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,16 @@ def test_kinds_of_tokens_are_those_of_all_tokens(llama_gguf: Path) -> None:
         ):
             with pytest.raises(error, match=says):
                 gguf_tokenizer_source(file.metadata | {"tokenizer.ggml.token_type": types}, checkpoint.spec)
+
+
+def test_the_template_of_conversations_with_tools(llama_gguf: Path) -> None:
+    key = gguf.Keys.Tokenizer.CHAT_TEMPLATE_N.format(name="tool_use")
+    with closing(open_checkpoint(str(llama_gguf))) as checkpoint, closing(GgufFile(llama_gguf)) as file:
+        read = partial(gguf_tokenizer_source, spec=checkpoint.spec)
+        assert read(file.metadata).tool_template is None
+        assert read(file.metadata | {key: "{{ tools }}"}).tool_template == "{{ tools }}"
+        with pytest.raises(CorruptModel, match="chat_template that is no text"):
+            read(file.metadata | {key: 3})
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 100, 3000, -1, -4000])
