@@ -20,7 +20,7 @@ from lorasrv.text.reasoning_budget import ReasoningBudget
 from lorasrv.text.structured_output.grammar import Grammar
 from lorasrv.text.tokenizer import Tokenizer, check_could_fit
 from lorasrv.text.tool_parsers.base import Tool
-from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
+from lorasrv.text.tool_parsers.formats import ToolFormat
 
 if TYPE_CHECKING:
     from lorasrv.text.chat_template import ChatTemplate
@@ -239,10 +239,9 @@ def _prompt(
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
     if "tools" not in template.variables:
         raise InvalidRequest("{param}: this base's chat template does not support tools; leave them out", param=param)
-    form = detect_format(template.tool_source)
-    if form is None:
+    if template.tool_format is None:
         raise InvalidRequest(
             "{param}: this base's chat template writes tool calls in a format that this server cannot parse",
             param=param,
         )
-    return form
+    return template.tool_format

@@ -33,6 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
+from lorasrv.text.tool_parsers.formats import CALL_EXAMPLE, EXAMPLE_TOOL, detect_format, leaves_out_calls
 
 MARKS = "".join(map(chr, range(0x101D0, 0x101FD)))
 """The signs of the Phaistos Disc. No language uses them, and they are printable, so Python's `repr` leaves them
@@ -218,11 +219,13 @@ class ChatTemplate:
         self._special = dict(special or {})
         # Weak, because adapters' own tokenizers come and go.
         self._guards = WeakKeyDictionary[Tokenizer, PromptGuard]()
-        self._template, variables = _compiled(template, files[0])
-        self._tool_template, more = self._template, frozenset[str]()
+        self._template = self._tool_template = _Template(template, self._special, files[0])
         if tool_template is not None:
-            self._tool_template, more = _compiled(tool_template, files[1])
-        self.variables = variables | more
+            self._tool_template = _Template(tool_template, self._special, files[1])
+        self.variables = self._template.variables | self._tool_template.variables
+        written = self._tool_template.written_call
+        # None: the template does not support tools, or writes calls in an unknown format.
+        self.tool_format = None if written is None else detect_format(self.tool_source, written)
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
@@ -259,15 +262,11 @@ class ChatTemplate:
         Raises:
             InvalidRequest: param messages; the template refuses them or cannot read them.
         """
-        variables = {"tools": None, "documents": None, **self._special, **kwargs}
-        plain = [_plain(message) for message in messages]
-        template = self._template if variables["tools"] is None else self._tool_template
-        try:
-            return template.render(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
-        except RecursionError:
-            raise _refused("nested too deeply") from None
-        except _TEMPLATE_FAULTS as e:
-            raise _refused(str(e) or type(e).__name__) from None
+        template = self._template if kwargs.get("tools") is None else self._tool_template
+        plain: Sequence[Message] = [_plain(message) for message in messages]
+        if self.tool_format is not None and template.leaves_out_calls:
+            plain = [self.tool_format.in_content(message) for message in plain]
+        return template.render(plain, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def encode(
         self,
@@ -393,15 +392,44 @@ def _tojson(
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
-def _compiled(template: str, file: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return a template and the variables that it reads."""
-    environment = _environment()
-    try:
-        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
-        return environment.from_string(template), frozenset(variables)
-    except jinja2.TemplateSyntaxError as e:
-        with naming_file(file):
-            raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
+class _Template:
+    """Compile one template, and find out by examples how it takes messages.
+
+    Raises:
+        CorruptModel: it is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], file: str) -> None:
+        self._special, environment = special, _environment()
+        try:
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            self._compiled = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as e:
+            with naming_file(file):
+                raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
+        # A conversation with a call; None: the template refuses it.
+        self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL] if "tools" in self.variables else None)
+        self.leaves_out_calls = self.written_call is not None and leaves_out_calls(self.written_call)
+
+    def render(self, messages: Sequence[Message], **kwargs: Any) -> str:
+        """Render messages.
+
+        Raises:
+            InvalidRequest: param messages; the template refuses them or cannot read them.
+        """
+        variables = {"tools": None, "documents": None, **self._special, **kwargs}
+        try:
+            return self._compiled.render(messages=messages, **variables)
+        except RecursionError:
+            raise _refused("nested too deeply") from None
+        except _TEMPLATE_FAULTS as e:
+            raise _refused(str(e) or type(e).__name__) from None
+
+    def _example(self, messages: Sequence[Message], **kwargs: Any) -> str | None:
+        try:
+            return self.render([*messages], add_generation_prompt=False, **kwargs)
+        except InvalidRequest:
+            return None
 
 
 def _raise_exception(message: str) -> NoReturn:

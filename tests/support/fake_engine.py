@@ -37,6 +37,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import CLIENT, AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import NO_OPTIONS, EngineCoreRequest, FixedPrefix, OnCold, RequestOptions
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.tool_parsers.formats import HERMES, ToolFormat
 from lorasrv.worker.disk_threads import DiskReadStats
 
 VOCAB, CONTEXT = 384, 512
@@ -119,10 +120,15 @@ class FakeTemplate:
 
     source = ""
     variables: frozenset[str] = frozenset()
+    tool_format: ToolFormat | None = None
 
     @property
     def tool_source(self) -> str:
         return self.source
+
+    def take_tools(self) -> None:
+        """Support tools from now on."""
+        self.variables, self.tool_format = frozenset({"tools"}), HERMES
 
     def checked_variables(self, given: dict[str, Any]) -> dict[str, Any]:
         return given

@@ -81,7 +81,30 @@ MAGISTRAL = """{{- bos_token }}{% for message in messages %}
 {{- '[THINK]' + message.reasoning_content + '[/THINK]' + message.content + eos_token }}
 {%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
 
-XML = HERMES.replace('{"name": <name>, "arguments": <object>}', "<function=name>")
+MISTRAL_NAMES = MISTRAL.partition("{{ '[TOOL_CALLS] [' }}")[0] + (
+    "{% for call in message.tool_calls %}{{ '[TOOL_CALLS]' + call.function.name }}"
+    "{{- '[ARGS]' + call.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL_IDS = MISTRAL_NAMES.replace("call.function.name }}", "call.function.name + '[CALL_ID]' + call.id }}")
+
+GRANITE = """{%- for message in messages %}{%- if tools and loop.first %}
+{{- "<|start_of_role|>tools<|end_of_role|>" + (tools | tojson) + "\\nCall with <|tool_call|>.\\n" }}{% endif %}
+{{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+"""Leaves out the calls of a message."""
+
+WRITES_CALLS = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+"""The calls of a conversation, for templates that show what they are given."""
+XML = HERMES.replace('{"name": <name>, "arguments": <object>}', "<function=name>").replace(
+    """{"name": "' + call.function.name + '", "arguments": ' }}""", "<function=' + call.function.name + '>' }}"
+)
+LISTS = HERMES.replace("""<tool_call>\\n{"name": "'""", """<tool_calls>[{"name": "'""").replace(
+    "}\\n</tool_call>' }}{% endfor", "}]</tool_calls>' }}{% endfor"
+)
+"""Writes calls between other tags than those it tells of."""
 PLAIN = "{% for message in messages %}{{ message.role + ':' + message.content + '\\n' }}{% endfor %}"
 """Knows no tools, like the built-in base's."""
 

@@ -1,20 +1,23 @@
-"""Detect the tool-call format that a chat template teaches, by the markers it writes itself."""
+"""Detect the tool-call format of a chat template, by its markers and by how it writes a call."""
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lorasrv.text.structured_output.grammar import Grammar, checked_schema, lark_of
 from lorasrv.text.tokenizer import Tokenizer
-from lorasrv.text.tool_parsers.base import Tool, ToolReader
+from lorasrv.text.tool_parsers.base import Tool, ToolCall, ToolReader
 from lorasrv.text.tool_parsers.parsers import (
     ARGS,
     CALL_ID,
     CLOSE,
+    GRANITE_MARKER,
     LLAMA_MARKER,
     MISTRAL_MARKER,
     OPEN,
+    GraniteReader,
     LlamaReader,
     MistralNamesReader,
     MistralReader,
@@ -100,6 +103,36 @@ class ToolFormat:
         calls = self._calls(_unforced(tools), self.around[0].removeprefix(self.marker), tokenizer)
         return replace(lark_of("\n".join([*rules, *calls]), "tools"), begins_freely=True)
 
+    def in_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its calls in its content, as a model writes them, without ids."""
+        if not (calls := message.get("tool_calls")):
+            return message
+        functions = [call["function"] for call in calls]
+        begin, end = self.list_of
+        written = (self.between or "\n").join(self._written(each["name"], each["arguments"]) for each in functions)
+        text = (self.marker if self.forces_marker else "") + begin + written + end
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**others, "content": f"{message['content']}\n{text}" if message.get("content") else text}
+
+    def reads_example(self, text: str) -> bool:
+        """Return whether a text contains the call of `CALL_EXAMPLE` in this format."""
+        begins = [found.start() for found in re.finditer(rf"\{{|{re.escape(self.marker)}", text)]
+        for begin in reversed(begins):
+            reader = self.reader(frozenset({_CALL.name}), False)
+            if [*reader.push(text[begin:]), *reader.flush()][:1] == [_CALL]:
+                return True
+        return False
+
+    def _written(self, name: str, arguments: Any) -> str:
+        text = json.dumps(arguments, ensure_ascii=False)
+        if self.between_parts is not None:
+            return f"{name}{self.between_parts[1]}{text}"
+        return f"{self.around[0]}{self._head(name)}{text}}}{self.around[1]}"
+
+    def _head(self, name: str) -> str:
+        """Return what precedes the arguments in a call's JSON."""
+        return f'{{"name": {_quoted(name)}, "{self.arguments}": '
+
     def _only_calls(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Iterator[str]:
         """Yield the rule `calls`, one or more calls and nothing else, and the rules it uses."""
         many = f" ({_term(self.between, tokenizer)} call)*" if parallel and self.between is not None else ""
@@ -114,7 +147,7 @@ class ToolFormat:
         for number, tool in enumerate(tools):
             schema = json.dumps(checked_schema(tool.parameters, "tools"))
             if self.between_parts is None:
-                head = _quoted(f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": ')
+                head = _quoted(before + self._head(tool.name))
                 yield f"tool_{number}: {head} arguments_{number} {_quoted('}' + self.around[1])}"
             else:
                 call_id, begin = self.between_parts
@@ -158,17 +191,46 @@ MISTRAL_13 = ToolFormat(
     id_chars=9,
 )
 MISTRAL_11 = replace(MISTRAL_13, name="mistral-11", between_parts=(CALL_ID, ARGS))
+GRANITE = replace(MISTRAL, name="granite", marker=GRANITE_MARKER, reader=GraniteReader, id_chars=0)
 LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | first call")
 
+_VALUE = "Ex4mple"
+_CALL = ToolCall("example", json.dumps({"of": _VALUE}))
+_CALLED = {"id": "a1B2c3D4e", "type": "function", "function": {"name": _CALL.name, "arguments": {"of": _VALUE}}}
+_OF = {"type": "object", "properties": {"of": {"type": "string", "description": "What."}}, "required": ["of"]}
+CALL_EXAMPLE: Sequence[Mapping[str, Any]] = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
+)
+"""A conversation that shows how a template writes a call of `EXAMPLE_TOOL`."""
+EXAMPLE_TOOL = {"type": "function", "function": {"name": _CALL.name, "description": "Try.", "parameters": _OF}}
 
-def detect_format(template: str) -> ToolFormat | None:
-    """Return the format of a template that supports tools; None: the template writes calls in an unknown format."""
+
+def leaves_out_calls(written: str) -> bool:
+    """Return whether a template has left out the call of `CALL_EXAMPLE`."""
+    return _VALUE not in written
+
+
+def detect_format(template: str, written: str) -> ToolFormat | None:
+    """Return the format of calls of a template that supports tools; None: unknown.
+
+    Args:
+        template: the source. The markers in it tell the format, unless the template writes a call in another one.
+            Qwen3-Coder's and others put XML, not JSON, between Hermes' tags.
+        written: `CALL_EXAMPLE` as the template writes it.
+    """
+    form = _marked_format(template)
+    return form if form is not None and (leaves_out_calls(written) or form.reads_example(written)) else None
+
+
+def _marked_format(template: str) -> ToolFormat | None:
     if OPEN in template:
-        # Qwen3-Coder and others put XML, not JSON, between the same tags.
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
+        return HERMES
     if MISTRAL_MARKER in template:
         with_names = MISTRAL_11 if CALL_ID in template else MISTRAL_13
         return with_names if ARGS in template else MISTRAL
+    if GRANITE_MARKER in template:
+        return GRANITE
     if '"parameters": ' in template and ("python_tag" in template or "ipython" in template):
         return LLAMA
     return None

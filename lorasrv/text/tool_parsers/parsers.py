@@ -1,9 +1,9 @@
 """Read tool calls out of a streamed answer, one reader per family of formats.
 
 Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, its later models with one or more
-`[TOOL_CALLS]NAME[ARGS]{...}`, some with `[CALL_ID]ID` after the name. Llama's whole answer is
-`{"name": ..., "parameters": {...}}`, optionally preceded by `<|python_tag|>`. Hermes and Qwen put each call between
-tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+`[TOOL_CALLS]NAME[ARGS]{...}`, some with `[CALL_ID]ID` after the name. Granite 3 writes Mistral's list behind a marker
+of its own. Llama's whole answer is `{"name": ..., "parameters": {...}}`, optionally preceded by `<|python_tag|>`.
+Hermes and Qwen put each call between tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import json
@@ -15,11 +15,18 @@ from typing import Any
 from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
 
 MISTRAL_MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-LLAMA_MARKER = "<|python_tag|>"
+LLAMA_MARKER, GRANITE_MARKER = "<|python_tag|>", "<|tool_call|>"
+
+
+def _list_behind(marker: str) -> re.Pattern[str]:
+    """Return a pattern of what precedes a call in a list: the marker and a bracket, or a comma."""
+    return re.compile(rf"\s*(?:{re.escape(marker)}\s*\[|,)")
 
 
 class MistralReader:
     """Stream text until the marker, then hold the rest back until the answer ends."""
+
+    marker, begin_of_list = MISTRAL_MARKER, _list_behind(MISTRAL_MARKER)
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -31,10 +38,10 @@ class MistralReader:
         self._text += text
         if self._is_calling:
             return []
-        at = self._text.find(MISTRAL_MARKER)
+        at = self._text.find(self.marker)
         self._is_calling = at >= 0
         if not self._is_calling:
-            at = len(self._text) - possible_beginning(self._text, MISTRAL_MARKER)
+            at = len(self._text) - possible_beginning(self._text, self.marker)
         certain = self._text[:at].rstrip()
         self._text = self._text[len(certain) :]
         return [certain] if certain else []
@@ -44,11 +51,17 @@ class MistralReader:
         return _calls_and_rest(text, self._call_at, self._most)
 
     def _call_at(self, text: str, at: int) -> "_Found | None":
-        front = _LISTED.match(text, at)
+        front = self.begin_of_list.match(text, at)
         if front is None:
             return None
         value, end = _value_at(text, front.end())
         return _found(value, self._names, ("arguments",), _behind(_END_OF_LIST, text, end))
+
+
+class GraniteReader(MistralReader):
+    """Read a list of calls behind Granite's marker."""
+
+    marker, begin_of_list = GRANITE_MARKER, _list_behind(GRANITE_MARKER)
 
 
 class MistralNamesReader(MistralReader):
@@ -57,9 +70,9 @@ class MistralNamesReader(MistralReader):
     def _call_at(self, text: str, at: int) -> "_Found | None":
         at = _behind_blanks(text, at)
         begin = text.find(ARGS, at)
-        if begin < 0 or not text.startswith(MISTRAL_MARKER, at):
+        if begin < 0 or not text.startswith(self.marker, at):
             return None
-        name = text[at + len(MISTRAL_MARKER) : begin].partition(CALL_ID)[0].strip()
+        name = text[at + len(self.marker) : begin].partition(CALL_ID)[0].strip()
         arguments, end = _value_at(text, begin + len(ARGS))
         return _found({"name": name, "arguments": arguments}, self._names, ("arguments",), end)
 
@@ -91,7 +104,7 @@ class LlamaReader:
         return _found(value, self._names, ("parameters", "arguments"), _behind(_SEMICOLONS, text, end))
 
 
-_LISTED, _END_OF_LIST = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*\[|,)"), re.compile(r"\s*\]")
+_END_OF_LIST = re.compile(r"\s*\]")
 _MARKED, _SEMICOLONS = re.compile(r"\s*<\|python_tag\|>"), re.compile(r"[;\s]*;")
 """Text before a call, and after it."""
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)

@@ -18,7 +18,6 @@ from api.auth.principal import Caller, Scope
 from api.schemas.openai import LIMIT_NAMES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import is_salted
-from lorasrv.text.tool_parsers.parsers import OPEN
 
 SECRET = "Say plover."
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -208,7 +207,7 @@ class TestPrecedence:
     def test_a_grammar_and_what_does_not_go_with_one(
         self, server, engine, path: str, stored: dict[str, Any], request_: dict[str, Any], applied: list[str] | None
     ) -> None:
-        engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+        engine.chat_template.take_tools()
         engine.tokenizer = tiny_tokenizer()
         post(server, "muse", defaults=stored).raise_for_status()
         body = {"model": "muse", "messages": [{"role": "user", "content": "hi"}], **request_}
@@ -436,7 +435,7 @@ class TestReaders:
 
     @pytest.mark.parametrize("defaults", [{"tools": [CLOCK]}, {"chat_template_kwargs": {"mood": "plover"}}])
     def test_tools_and_template_variables_are_hidden_like_texts(self, served, engine, defaults) -> None:
-        engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+        engine.chat_template.take_tools()
         engine.tokenizer = tiny_tokenizer()
         for adapter_id, stored in (("muse", defaults), ("bare", {"temperature": 0.5})):
             post(served, adapter_id, "ann", defaults=stored).raise_for_status()
@@ -555,7 +554,7 @@ def test_every_fault_is_in_one_answer(server, defaults: dict[str, Any], fields: 
 
 @pytest.mark.parametrize("calls", [{"tool_choice": "required", "tools": [CLOCK]}, {"tools": [STRICT]}])
 def test_what_contradicts_forced_or_strict_calls(server, engine, calls: dict[str, Any]) -> None:
-    engine.chat_template.source, engine.chat_template.variables = OPEN, frozenset({"tools"})
+    engine.chat_template.take_tools()
     engine.tokenizer = tiny_tokenizer()
     free = {"min_tokens": 2, "ignore_eos": True, "allowed_token_ids": [5]}
     refused = post(server, "muse", defaults={**calls, **free})

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tool_templates import WRITES_CALLS
 
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.chat_template import ChatTemplate
@@ -45,7 +46,7 @@ def test_text_that_goes_on_with_the_prompt_keeps_its_blank(server, engine) -> No
     ],
 )
 def test_a_message_that_cannot_go_on_is_refused(server, engine, fields: dict[str, Any], why: str) -> None:
-    engine.chat_template = ChatTemplate("<tool_call>{{ messages | tojson }}{{ tools }}{{ add_generation_prompt }}")
+    engine.chat_template = ChatTemplate(WRITES_CALLS + "{{ messages | tojson }}{{ tools }}{{ add_generation_prompt }}")
     answer = server.chat(continue_final_message=True, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
     assert why in answer.json()["error"]["message"]

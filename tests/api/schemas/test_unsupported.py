@@ -11,6 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 from pydantic import BaseModel
 from spelled_engine import spelled, tiny_tokenizer
+from tool_templates import WRITES_CALLS
 
 import api.schemas
 from api.schemas.base import KnownBody
@@ -20,8 +21,10 @@ from api.schemas.tgi import GenerateBody, Parameters
 from api.schemas.unsupported import WITHOUT_EFFECT
 from lorasrv.text.chat_template import ChatTemplate
 
-TEMPLATE = """<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}
-{%- if '</think>' in messages %}{% endif %}"""
+TEMPLATE = (
+    WRITES_CALLS + "{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ add_generation_prompt }}"
+    "{% if '</think>' in messages %}{% endif %}"
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}

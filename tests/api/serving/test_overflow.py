@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from spelled_engine import TEMPLATE, spelled, tiny_tokenizer
+from tool_templates import WRITES_CALLS
 
 from api.serving.overflow import fitted, room_for_prompt, split_turns
 from lorasrv.text.chat_template import ChatTemplate
 
 CONTEXT = 400
-CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
 FIXED = [{"role": "system", "content": "s" * 20}]
 
 
@@ -145,11 +145,11 @@ class TestServed:
         assert server.chat(model="muse", messages=talk, context_overflow="error").status_code == 400
 
     def test_calls_that_only_the_template_with_tools_writes(self, server, engine) -> None:
-        engine.chat_template = ChatTemplate(TEMPLATE, tool_template="<tool_call>{{ tools }}" + TEMPLATE + CALLS)
+        engine.chat_template = ChatTemplate(TEMPLATE, tool_template="{{ tools }}" + TEMPLATE + WRITES_CALLS)
         tools = [{"type": "function", "function": {"name": "f"}}]
 
         def called(number: int) -> list[dict[str, Any]]:
-            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "x" * 60})}}
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": ""})}}
             asked, answered = turn(number)
             result = {"role": "tool", "content": "y", "tool_call_id": "1"}
             return [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answered]

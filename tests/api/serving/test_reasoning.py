@@ -28,7 +28,7 @@ IN_FRONT = len(f"<think>\n{THOUGHT}\n</think>\n\n".encode())
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "x"}
-CALLS = "<tool_call>{{ tools | tojson }}{{ messages | tojson }}"
+CALLS = templates.WRITES_CALLS + "{{ tools | tojson }}{{ messages | tojson }}"
 EFFORT = "{{ messages | tojson }}<think>{{ reasoning_effort }}"
 
 

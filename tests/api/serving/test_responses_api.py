@@ -29,7 +29,7 @@ from lorasrv.outputs import FinishReason
 from lorasrv.sampling_params import PLAIN_TEXT, SamplingParams
 from lorasrv.text.chat_template import ChatTemplate
 
-HERMES = "<tool_call>{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}"
+HERMES = templates.WRITES_CALLS + "{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOCK = {"type": "function", "name": "clock", "description": "tells the time", "parameters": SCHEMA}
 CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": '{"a":1}'}

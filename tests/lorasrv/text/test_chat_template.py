@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tool_templates as templates
+from compiled_grammars import with_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import sentencepiece
@@ -259,6 +261,24 @@ def test_what_guards_a_tokenizer_goes_with_it(builtin_tokenizer: Tokenizer, temp
 def test_a_template_may_build_tokens_from_roles(builtin_tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
     assert template.encode([{"role": "im_end", "content": ""}], builtin_tokenizer) == [2]
+
+
+def test_calls_that_a_template_leaves_out_are_written_into_the_content(builtin_tokenizer: Tokenizer) -> None:
+    """Granite's template does not know them, and Hermes' only one of two."""
+    call = {"id": "c", "function": {"name": "clock", "arguments": {"zone": "<|tool_call|>"}}}
+    chat = [*turns("?"), {"role": "assistant", "content": "See.", "tool_calls": [call, call]}, *turns("Hm.")]
+    template, offered = ChatTemplate(templates.GRANITE), {"tools": [templates.CLOCK]}
+    assert template.render(chat[::2], **offered).count("<|tool_call|>") == 1
+    json_call = '{"name": "clock", "arguments": {"zone": "<|tool_call|>"}}'
+    for variables in (offered, {}):
+        assert f">See.\n<|tool_call|>[{json_call}, {json_call}]<" in template.render(chat, **variables)
+    tokenizer = with_tokens(builtin_tokenizer, "<|tool_call|>", special=True)
+    marker = tokenizer.token_id("<|tool_call|>")
+    assert [template.encode(chat, tokenizer, **each).count(marker) for each in (offered, {})] == [2, 1]
+    with_two = ChatTemplate(templates.PLAIN, tool_template=templates.HERMES)
+    assert f"assistant:See.\n<tool_call>\n{json_call}\n</tool_call>\n" in with_two.render(chat)
+    assert with_two.render(chat, **offered) == ChatTemplate(templates.HERMES).render(chat, **offered)
+    assert "clock" not in ChatTemplate(templates.PLAIN).render(chat), "there is no format to write it in"
 
 
 TEXT = "must be of type text"

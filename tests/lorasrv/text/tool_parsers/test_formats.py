@@ -22,13 +22,14 @@ from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
 from lorasrv.text.tool_parsers.formats import (
+    CALL_EXAMPLE,
+    GRANITE,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_11,
     MISTRAL_13,
     ToolFormat,
-    detect_format,
 )
 
 NAMES = frozenset({"get_weather", "clock"})
@@ -96,6 +97,8 @@ ANSWERS = [
     (MISTRAL, "text [TOOL_CAL", ["text [TOOL_CAL"]),
     (MISTRAL, f"[TOOL_CALLS][1, {P}]", [f"[TOOL_CALLS][1, {P}]"]),
     (MISTRAL, "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
+    (GRANITE, f"Well. <|tool_call|>[{P}, {C}]", ["Well.", PARIS, CLOCK]),
+    (GRANITE, f"[TOOL_CALLS][{P}]", [f"[TOOL_CALLS][{P}]"]),
     (MISTRAL, f"[TOOL_CALLS][{P}] and text", [PARIS, " and text"]),
     (
         MISTRAL_13,
@@ -199,17 +202,31 @@ def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> Non
         (templates.LLAMA, LLAMA),
         (templates.MISTRAL, MISTRAL),
         (templates.XML, None),
-        (templates.MISTRAL + "{# [ARGS] #}", MISTRAL_13),
-        (templates.MISTRAL + "{# [CALL_ID] [ARGS] #}", MISTRAL_11),
+        (templates.MISTRAL_NAMES, MISTRAL_13),
+        (templates.MISTRAL_IDS, MISTRAL_11),
+        (templates.GRANITE, GRANITE),
+        (templates.LISTS, None),
+        (templates.HERMES + "{{ raise_exception('no calls') if messages[1].tool_calls }}", None),
         (templates.PLAIN, None),
     ],
 )
 def test_the_template_tells_the_format(builtin_source: Any, template: str, form: ToolFormat | None) -> None:
-    assert detect_format(template) is form
+    assert ChatTemplate(template).tool_format is form
     assert ("tools" in ChatTemplate(template).variables) == (template != templates.PLAIN)
     built_in = ChatTemplate.from_source(builtin_source)
     assert built_in is not None
     assert "tools" not in built_in.variables
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, MISTRAL_13, MISTRAL_11, GRANITE], ids=lambda form: form.name)
+def test_calls_in_content_are_as_a_model_writes_them(form: ToolFormat) -> None:
+    user, assistant = CALL_EXAMPLE
+    assert form.in_content(user) is user
+    calls = [{"function": {"name": "clock", "arguments": arguments}} for arguments in ({}, {"a": "é"})]
+    written = form.in_content({**assistant, "content": "See.", "tool_calls": calls})
+    assert written.keys() == {"role", "content"}
+    told = read(form, [written["content"].removeprefix("See.\n")])
+    assert told == [CLOCK, ToolCall("clock", '{"a": "é"}')]
 
 
 def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> None:
@@ -253,7 +270,9 @@ def long(*values: object) -> Any:
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL_13, *long(LLAMA, MISTRAL, MISTRAL_11)], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [HERMES, MISTRAL_13, *long(LLAMA, MISTRAL, MISTRAL_11, GRANITE)], ids=lambda form: form.name
+)
 @pytest.mark.parametrize("parallel", [True, *long(False)])
 async def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer) -> None:
     """What the grammar allows is what the reader reads: tokens are chosen by chance, and two calls are tried."""
