@@ -14,6 +14,8 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.text.tool_parsers.base import Tool
 
 MAX_TOOLS = 128
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names under which chat templates read the reasoning of an earlier message."""
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -86,8 +88,8 @@ class Message(KnownBody):
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        reasoning = self.reasoning_content or self.reasoning
-        given = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": reasoning}
+        given = {"tool_call_id": self.tool_call_id, "name": self.name}
+        given |= dict.fromkeys(REASONING_NAMES, self.reasoning_content or self.reasoning)
         return plain | {name: value for name, value in given.items() if value is not None}
 
 

@@ -32,6 +32,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
+from lorasrv.text.reasoning import REASONING_EXAMPLE, in_parts, reads_parts
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 from lorasrv.text.tool_parsers.formats import CALL_EXAMPLE, EXAMPLE_TOOL, detect_format, leaves_out_calls
 
@@ -266,6 +267,8 @@ class ChatTemplate:
         plain: Sequence[Message] = [_plain(message) for message in messages]
         if self.tool_format is not None and template.leaves_out_calls:
             plain = [self.tool_format.in_content(message) for message in plain]
+        if template.reads_parts:
+            plain = [in_parts(message) for message in plain]
         return template.render(plain, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def encode(
@@ -410,6 +413,8 @@ class _Template:
         # A conversation with a call; None: the template refuses it.
         self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL] if "tools" in self.variables else None)
         self.leaves_out_calls = self.written_call is not None and leaves_out_calls(self.written_call)
+        # Whether reasoning is a part of the content.
+        self.reads_parts = reads_parts(source, self._example(REASONING_EXAMPLE) or "")
 
     def render(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """Render messages.

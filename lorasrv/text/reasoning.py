@@ -6,9 +6,10 @@ rest of the reasoning, or both markers, so the model writes no reasoning.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from lorasrv.sampling_params import EVERY_TOKEN
 from lorasrv.text.detokenizer import Detokenizer
@@ -91,6 +92,28 @@ REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 def detect_markers(template: str) -> Markers | None:
     """Return the markers in a chat template; None if there are none, because the model does not reason."""
     return next((known for known in _KNOWN if known.begin in template or known.end in template), None)
+
+
+_THOUGHT = "Th1nk"
+REASONING_EXAMPLE: Sequence[Mapping[str, Any]] = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": "!"}]},
+)
+"""A conversation that shows whether a template takes reasoning as a part of the content, as Mistral's do."""
+
+
+def reads_parts(template: str, written: str) -> bool:
+    """Return whether a template has written the reasoning of `REASONING_EXAMPLE` between its markers."""
+    markers = detect_markers(template)
+    return markers is not None and f"{markers.begin}{_THOUGHT}{markers.end}" in written
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning as a part of its content."""
+    if not (reasoning := message.get("reasoning_content")):
+        return message
+    parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": message["content"]}]
+    return {**message, "content": parts}
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,8 @@ R1 = """{{- bos_token }}{% for message in messages %}{% set content = message.co
 
 MAGISTRAL = """{{- bos_token }}{% for message in messages %}
 {%- if message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}
-{%- elif message.reasoning_content %}
-{{- '[THINK]' + message.reasoning_content + '[/THINK]' + message.content + eos_token }}
+{%- elif message.content is not string %}{% for part in message.content %}
+{{- '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{{ eos_token }}
 {%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
 
 MISTRAL_NAMES = MISTRAL.partition("{{ '[TOOL_CALLS] [' }}")[0] + (

@@ -359,7 +359,9 @@ class TestRequests:
         assert server.http.post(path, json={"model": "tiny-base", **fields}).status_code in (400, 422)
         server.complete(reasoning_effort="none", reasoning={"effort": "none"}).raise_for_status()
 
-    def test_either_name_of_a_message_is_read(self, server, engine) -> None:
+    @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+    def test_either_name_of_a_message_is_read(self, server, engine, thinks, read: str) -> None:
+        thinks(templates.QWEN3.replace("message.reasoning_content", f"message.{read}"))
         prompts = []
         for named in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
             said = {"reasoning": None, "reasoning_content": None} | dict.fromkeys(named, THOUGHT)

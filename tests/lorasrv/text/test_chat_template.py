@@ -281,6 +281,12 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content(builtin_t
     assert "clock" not in ChatTemplate(templates.PLAIN).render(chat), "there is no format to write it in"
 
 
+def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_so() -> None:
+    chat = [*turns("?"), {"role": "assistant", "content": "Hi.", "reasoning_content": "hm"}]
+    assert ChatTemplate(templates.MAGISTRAL).render(chat) == "[INST]?[/INST][THINK]hm[/THINK]Hi."
+    assert ChatTemplate("[THINK]{{ messages[1].content }}").render(chat) == "[THINK]Hi."
+
+
 TEXT = "must be of type text"
 
 
