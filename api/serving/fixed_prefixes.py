@@ -55,7 +55,7 @@ class FixedPrefixes:
         self._known: LRUCache[tuple[AdapterRef, str], PrefixTokens | None] = LRUCache(MAX_CACHED)
 
     async def of_prompt(self, persona: AppliedPersona | None, prompt: object) -> FixedPrefix | None:
-        """Return the persona's fixed prefix if a prompt begins with all of it, else None.
+        """Return the persona's fixed prefix if a prompt begins with all its pages, else None.
 
         Raises:
             AdapterNotFound: the version was deleted.
@@ -63,9 +63,11 @@ class FixedPrefixes:
         if persona is None or not persona.is_whole or not isinstance(prompt, list):
             return None
         found = await self.of_version(persona.ref)
-        if found is None or tuple(prompt[: found.prefix.num_tokens]) != found.token_ids:
+        if found is None:
             return None
-        return found.prefix
+        # Only whole pages are shared. Behind them, the turn's first characters may have joined a token of the prefix.
+        shared = found.prefix.num_tokens - found.prefix.num_tokens % self._engine.page_size_tokens
+        return found.prefix if tuple(prompt[:shared]) == found.token_ids[:shared] else None
 
     async def of_version(self, ref: AdapterRef) -> PrefixTokens | None:
         """Return the fixed prefix of a version; None if it has no prompt, or if the prefix is shorter than a page.
