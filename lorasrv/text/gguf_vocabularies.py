@@ -86,10 +86,13 @@ class _PreKind:
 _SINGLE_DIGITS = _PreKind(
     lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
 )
+_QWEN2 = _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC)
 _PRE_KINDS = {
     "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
     "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True, adds_bos=True),
-    "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
+    "smaug-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "tekken": _PreKind(lambda: _split(_LETTERS_TEKKEN), ignore_merges=True, adds_bos=True),
     "dbrx": _PreKind(lambda: _split(_LETTERS_LLAMA3)),
     "smollm": _SINGLE_DIGITS,

@@ -138,7 +138,9 @@ DIGIT_TOKENS = ("12", "123", "1234", "45")
     [
         ("gpt-2", ["1234", "5"]),
         ("llama-bpe", ["123", "45"]),
+        ("smaug-bpe", ["123", "45"]),
         ("qwen2", list("12345")),
+        ("deepseek-r1-qwen", list("12345")),
         ("dbrx", ["123", "45"]),
         ("smollm", list("12345")),
         ("refact", list("12345")),
@@ -150,11 +152,13 @@ def test_pre_tokenizer_kinds_split_digits_in_their_own_ways(pre: str, pieces: li
     assert [tokenizer.token(i) for i in tokenizer.encode("12345")] == pieces
 
 
-def test_llama3_takes_whole_words_before_merging() -> None:
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe"])
+def test_llama3_takes_whole_words_before_merging(pre: str) -> None:
     """ignore_merges: a word that is a token is that token, even if no merge leads to it."""
-    whole, plain = (Tokenizer.from_source(TokenizerSource(vocabulary(pre, "xyz"))) for pre in ("llama-bpe", "gpt-2"))
+    whole, plain = (Tokenizer.from_source(TokenizerSource(vocabulary(kind, "xyz"))) for kind in (pre, "gpt-2"))
     assert [whole.token(i) for i in whole.encode("xyz")] == ["xyz"]
     assert len(plain.encode("xyz")) == 3
+    assert vocabulary(pre).adds_bos == (pre == "llama-bpe")
 
 
 def test_tekken_begins_words_at_capitals() -> None:
@@ -164,8 +168,9 @@ def test_tekken_begins_words_at_capitals() -> None:
     assert [tokenizer.token(i) for i in tokenizer.encode("aBBaB")] == ["a", "B", "Ba", "B"]
 
 
-def test_qwen2_composes_characters() -> None:
-    tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary("qwen2")))
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen"])
+def test_qwen2_composes_characters(pre: str) -> None:
+    tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary(pre)))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
 
 
@@ -186,7 +191,8 @@ def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool)
         (
             vocabulary("viking"),
             UnsupportedModel,
-            "pre-tokenizer 'viking' .*known: gpt-2, llama-bpe, qwen2, tekken, dbrx, smollm, refact",
+            "pre-tokenizer 'viking' .*known: gpt-2, llama-bpe, smaug-bpe, qwen2, deepseek-r1-qwen, tekken, dbrx, "
+            "smollm, refact",
         ),
         *(
             (vocabulary("gpt-2", "ab", merges=("a b", merge)), CorruptModel, rf"tokens; number 1, '{merge}', is")
