@@ -9,7 +9,7 @@ import math
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -285,7 +285,9 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec, file: str = 
     template, tool_template = (meta.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     if not (isinstance(template, str | None) and isinstance(tool_template, str | None)):
         raise CorruptModel("the GGUF metadata has a chat_template that is no text")
-    vocabulary = _VOCABULARIES[model](meta, tokens, _token_types(meta, len(tokens)))
+    types = _token_types(meta, len(tokens))
+    tokens = tokens[: _num_tokens(tokens)]
+    vocabulary = _VOCABULARIES[model](meta, tokens, types[: len(tokens)])
     return TokenizerSource(
         vocabulary=vocabulary,
         chat_template=template,
@@ -309,7 +311,7 @@ def _sentence_piece(meta: Mapping[str, Any], tokens: tuple[str, ...], types: lis
     scores = meta.get("tokenizer.ggml.scores")
     if (
         not isinstance(scores, list)
-        or len(scores) != len(tokens)
+        or len(scores) != len(meta["tokenizer.ggml.tokens"])
         or not all(type(score) is float and math.isfinite(score) for score in scores)
     ):
         raise CorruptModel("the GGUF metadata has no tokenizer.ggml.scores with a number for each token")
@@ -317,7 +319,7 @@ def _sentence_piece(meta: Mapping[str, Any], tokens: tuple[str, ...], types: lis
     is_phi3 = meta.get("general.architecture") == "phi3"
     return SentencePieceVocabulary(
         tokens,
-        tuple(scores),
+        tuple(scores[: len(tokens)]),
         joined=_of_type(types, _NORMAL, _USER_DEFINED),
         control=(*unknown, *_of_type(types, _CONTROL)),
         user_defined=_of_type(types, _USER_DEFINED),
@@ -351,6 +353,11 @@ def _token_types(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
     if len(types) != num_tokens:
         raise CorruptModel(f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens")
     return types
+
+
+def _num_tokens(tokens: Sequence[str]) -> int:
+    """Return the number of tokens without the spare rows behind the last one, which converters name."""
+    return next((i for i in range(len(tokens), 0, -1) if tokens[i - 1] != f"[PAD{i - 1}]"), 0)
 
 
 def _strings(meta: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.own_tokenizers import added_tokens
 from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 SPEC = ModelSpec("llama", 1, 8, 16, 2, 1, 4, 400, 64, 1e-5, eos_token_ids=(2,), bos_token_id=1)
@@ -155,6 +157,20 @@ def test_added_tokens_of_phi3_take_the_white_space_behind_them(pair: Any) -> Non
         bare = tokenizer.encode("<table>a", add_special_tokens=False)
         assert (tokenizer.encode("<table> \n a", add_special_tokens=False) == bare) is is_taken
         assert tokenizer.encode("<s> a", add_special_tokens=False) != tokenizer.encode("<s>a", add_special_tokens=False)
+
+
+def test_spare_rows_are_no_tokens(pair: Any) -> None:
+    """Those behind the last token, which converters name: an adapter may have its own tokens there."""
+    model, tokenizer = pair
+    meta, first = metadata(model, tokenizer.decoding.strip_start), model.vocab_size()
+    kinds = [5, USER_DEFINED, UNKNOWN]  # of converters of different ages
+    spare = {"tokens": [f"[PAD{first + n}]" for n in range(3)], "scores": [-1e4] * 3, "token_type": kinds}
+    padded = read({key: value + spare.get(key.rpartition(".")[2], type(value)()) for key, value in meta.items()})
+    assert padded.has_ids_of(tokenizer)
+    assert padded.encode(f"[PAD{first}]") == tokenizer.encode(f"[PAD{first}]")
+    assert (padded.vocab_size, padded.decode([first], skip_special_tokens=False)) == (first, "")
+    own = tokenizer.extended([AddedToken(first, "<mood>")]).described()
+    assert [token["id"] for token in added_tokens(json.dumps(own).encode(), padded)] == [first]
 
 
 @pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000, [math.nan] * 1000])
