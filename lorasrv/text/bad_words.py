@@ -6,7 +6,7 @@ from lorasrv.text.tokenizer import Tokenizer
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each text, at the beginning of an answer and after a space, each sequence once.
+    """Return the tokens of each text, after a space and directly after other text, each sequence once.
 
     A text that the model spells differently, with shorter tokens, is not recognised, as in vLLM and transformers.
 
@@ -14,5 +14,5 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) ->
         InvalidRequest: a text has lone surrogates.
     """
     spelled = (blank + word.lstrip() for word in words for blank in ("", " "))
-    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spelled)
+    found = (tuple(tokenizer.encode_behind(text)) for text in spelled)
     return tuple(dict.fromkeys(ids for ids in found if ids and max(ids) < vocab_size))
