@@ -141,8 +141,10 @@ _SAID = {
 """Beginnings of llguidance's messages, and the messages in their place."""
 _CAUSE = re.compile(r"regex parse error:.*^error: ([^\n]*)", re.DOTALL | re.MULTILINE)
 """The cause; in the message it follows the whole expression, which may be long."""
-# Limits per step: a grammar that exceeds them fails its own request only. llguidance computes some 14,000 units of
-# lexer fuel or 20,000 items per millisecond, and takes 1 to 2 kB per lexer state.
+# Limits per step and 50,000 tokens of the vocabulary, all of which a mask may try: a grammar that exceeds them fails
+# its own request only. llguidance computes some 14,000 units of lexer fuel or 20,000 items per millisecond, and takes 1
+# to 2 kB per lexer state.
+STEP_TOKENS = 50_000
 STEP_LEXER_FUEL = 100_000
 STEP_ITEMS = 10_000
 LEXER_STATES = 50_000
@@ -152,10 +154,11 @@ INITIAL_LEXER_FUEL = 1_000_000
 
 def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
     """Compile a grammar, with the GIL released; `get_error()` of the result describes an invalid one."""
+    share = max(1.0, tokenizer.vocab_size / STEP_TOKENS)
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=INITIAL_LEXER_FUEL,
-        step_lexer_fuel=STEP_LEXER_FUEL,
-        step_max_items=STEP_ITEMS,
+        step_lexer_fuel=int(share * STEP_LEXER_FUEL),
+        step_max_items=int(share * STEP_ITEMS),
         max_lexer_states=LEXER_STATES,
         max_grammar_size=GRAMMAR_SIZE,
         # Off: it walks the vocabulary for each large expression of a grammar, even for unused ones.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,21 @@ def test_an_answer_that_uses_the_lexer_up_ends_no_other(builtin_compiling: Compi
             state.advance(token)
             assert (state.error, state.is_over) == (None, False)
     assert allowed(compiled.begin()) >= set(letters)
+
+
+@pytest.mark.parametrize("letters", ["bcdef", "bcdefghijk"])
+@pytest.mark.parametrize("states", ["of the parser", "of the lexer"])
+def test_what_a_vocabulary_can_follow_one_of_twice_its_size_can(letters: str, states: str) -> None:
+    """A mask may try all tokens, of words and blanks here."""
+    ends = ["".join(end) for size in range(14) for end in product("a ", repeat=size)]
+    words = [f"{letter}{end}".encode() for letter in letters for end in ends]
+    trie = Vocabulary((b"<end>", b".", *words), (0,), (0,)).build()
+    many = {
+        "of the parser": source.grammar_of('start: WORD (" " WORD)* "."\nWORD: /[a-z]{1,12}/', "p"),
+        "of the lexer": source.regex_of("|".join(f"{letter}[a ]*a[a ]{{8}}{letter}" for letter in letters), "p"),
+    }
+    compile_ = partial(compile_matcher, trie, many[states].text)
+    assert CompiledGrammar(compile_, len(words) + 2, (0,)).error == ""
 
 
 def test_a_step_that_no_lexer_can_do_ends_its_own_answer(builtin_compiling: Compiling) -> None:
