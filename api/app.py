@@ -280,9 +280,10 @@ def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) ->
         *around,
         Middleware(AuthMiddleware, keys=keys),
         Middleware(ResponseLimitMiddleware),
+        # Before the limits, which are those of the client's body.
+        Middleware(ResumptionMiddleware, is_cluster=keys.is_cluster),
         Middleware(BodyLimitMiddleware),
         Middleware(RateLimitMiddleware, rate_limiter=services.admission.rate_limiter),
-        Middleware(ResumptionMiddleware, is_cluster=keys.is_cluster),
         Middleware(PeerHeaders, keys=keys),
     ]
 

@@ -46,7 +46,7 @@ class Resumption(BaseModel):
 
 
 class ResumptionMiddleware:
-    """Put the state into the request's scope, and leave the rest of the body to the application.
+    """Put the state into the request's scope, and leave the rest of the body, with its length, to the application.
 
     Args:
         is_cluster: returns whether a secret is the cluster's.
@@ -64,12 +64,16 @@ class ResumptionMiddleware:
         try:
             if not self._is_cluster(headers.get(CLUSTER, "")):
                 raise ApiError(403, f"only an edge of this cluster may send {RESUME}", code="forbidden", param=RESUME)
-            body = _Body(receive)
-            state = _parsed(await body.read(_length(headers[RESUME])))
+            body, size = _Body(receive), _length(headers[RESUME])
+            state = _parsed(await body.read(size))
         except ApiError as refusal:
             await describe_at(scope["path"], refusal).response()(scope, receive, send)
             return
         scope["state"] = {**scope.get("state", {}), STATE: state}
+        scope["headers"] = [
+            (name, str(int(value) - size).encode() if name == b"content-length" else value)
+            for name, value in scope["headers"]
+        ]
         await self._app(scope, body.receive, send)
 
 

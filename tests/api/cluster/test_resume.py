@@ -15,6 +15,7 @@ import tool_templates as templates
 from fake_replicas import Dies, FakeReplica, Seen, edge_of, fake_replica
 from server import server
 
+from api.asgi.body_limits import MAX_JSON_BYTES
 from lorasrv.text import reasoning
 from lorasrv.text.chat_template import ChatTemplate
 
@@ -315,6 +316,17 @@ def test_a_request_keeps_the_version_that_was_drawn_for_it(cluster: Any) -> None
     assert (cluster.edge.stats.resumed, cluster.edge.stats.lost) == (12, 0)
     http.patch("/v1/adapters/mia", json={"aliases": {"prod": None}}).raise_for_status()
     http.delete("/v1/adapters/mia@2").raise_for_status()
+
+
+def test_the_longest_body_is_resumed(cluster: Any) -> None:
+    """The limit is that of the client's body; the state that the edge adds is beside it."""
+    path, body = sent("seeded adapter")
+    expected = said(ask(cluster, path, body).content)
+    passes_on(cluster.replicas[0], cluster.real.url, 700)
+    longest = json.dumps(body).ljust(MAX_JSON_BYTES)
+    asked = cluster.http.post(path, content=longest, headers={"content-type": "application/json"})
+    assert said(asked.content) == expected
+    assert (cluster.edge.stats.resumed, cluster.edge.stats.lost) == (1, 0)
 
 
 def test_a_replica_that_was_full_may_go_on_later(cluster: Any) -> None:
