@@ -64,10 +64,10 @@ class InvalidRequest(LorasrvError, ValueError):
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """Return the same error for a protocol that has other names for some fields. A part of such a field, such as
-        `messages[0].role`, gets the name of the whole field.
+        `messages[0].role`, gets the name of the whole field, unless the part has one.
         """
-        whole = (self.param or "").partition("[")[0]
-        return type(self)(self._message, param=names.get(whole, self.param))
+        part = self.param or ""
+        return type(self)(self._message, param=names.get(part) or names.get(part.partition("[")[0], self.param))
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -473,7 +473,8 @@ def _with_persona(
     user = user_name(user) if stored.names_user else ""
     system, own_system = defaults.system_prompt, list(filter(_is_system, given))
     if own_system and defaults.is_locked:
-        raise InvalidRequest("this persona's system prompt is locked; send no system message", param="messages")
+        why = "{param}: this persona's system prompt is locked; send no system message"
+        raise InvalidRequest(why, param=f"messages[{given.index(own_system[0])}]")
     if own_system and system is not None and system.mode == "default":
         system = None
     leading = list(takewhile(_is_system, given))

@@ -50,7 +50,10 @@ async def generate_response(
         return ResponsesWriter(builder, form, asked)
 
     plan = partial(plan_conversation, write=write, id_prefix=ID_PREFIX)
-    return await generate(plan, chat.model, chat, services, caller, resumption=resumption)
+    try:
+        return await generate(plan, chat.model, chat, services, caller, resumption=resumption)
+    except InvalidRequest as error:
+        raise error.renamed({} if body.instructions is None else {"messages[0]": "instructions"}) from None
 
 
 def _repeated(body: ResponsesBody) -> Json:

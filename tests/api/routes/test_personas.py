@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from answers import named
 from callers import with_callers
 from fake_engine import CONTEXT, VOCAB
 from spelled_engine import tiny_tokenizer
@@ -272,7 +273,11 @@ class TestSystemPrompt:
         for role in ("system", "developer"):
             late = [{"role": "user", "content": "hi"}, {"role": role, "content": "x"}]
             refused = server.chat(model="muse", messages=late)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+            assert named(refused) == (400, "messages[1]")
+            sent = {"model": "muse", "input": late}
+            assert named(server.http.post("/v1/responses", json=sent)) == (400, "input")
+            sent |= {"instructions": "x"}
+            assert named(server.http.post("/v1/responses", json=sent)) == (400, "instructions")
         assert server.chat(model="muse").status_code == 200
 
     def test_examples_and_placeholders(self, server, engine) -> None:
