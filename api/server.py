@@ -22,7 +22,7 @@ from adapter_store.registry.feed import is_followed
 from api import early_stop
 from api.app import create_app
 from api.asgi.draining_server import DrainingServer
-from api.auth.key_store import has_keys
+from api.auth.key_store import KeyStore, has_keys
 from api.config.device_defaults import fitted
 from api.config.lora_modules import register_modules
 from api.config.settings import ServerSettings
@@ -228,6 +228,8 @@ def serve_on(
         observers = _open_recorder(settings, opened)
         origin = _origin(settings)
         store = opened.enter_context(open_store(settings, origin))
+        # Created now, so that a disk without room for it is reported before the model is loaded.
+        KeyStore(store.root).close()
         if origin is not None:
             progress("following the registry", 0.0)
             first_page(store, RegistryClient(origin, settings.read_registry_key()))

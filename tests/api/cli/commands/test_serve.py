@@ -147,6 +147,14 @@ def test_ready_line_and_a_clean_end(start: Start) -> None:
     assert err.splitlines()[-5:] == [f"loading the model{part}" for part in progress]
 
 
+def test_a_store_that_cannot_hold_keys_is_refused_before_the_model_is_loaded(start: Start, tmp_path: Path) -> None:
+    # SQLite cannot create its log there.
+    (tmp_path / "store" / "keys.db-wal").mkdir(parents=True)
+    said = refused(start())
+    assert [line for line in said if "loading the model" in line] == []
+    assert "keys.db" in said[-1]
+
+
 def test_a_full_disk_of_the_log_keeps_no_server_from_serving(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
