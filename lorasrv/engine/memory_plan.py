@@ -78,6 +78,16 @@ def pool_size(options: MemoryOptions, memory: DeviceMemory, step: int = 0, fulle
     return int(left / fullest) if memory.on_gpu else left
 
 
+def pool_too_small(pool: int, block: int) -> str:
+    """Return by how much a pool of `pool` bytes is too small for pages of `block` bytes; "" if it is not."""
+    if pool // block >= MIN_POOL_PAGES:
+        return ""
+    return (
+        f"a pool of {size(pool)} is too small for {MIN_POOL_PAGES} pages of {size(block)}; --pool-bytes must be "
+        f"{size(MIN_POOL_PAGES * block)} or more"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Hold the bytes of what a server will have in memory, all its ranks together."""
@@ -170,15 +180,6 @@ class MemoryPlan:
         """Return the bytes of the pool; on GPUs, as if every rank had as many as the one with the most slabs."""
         return int(self.pool * self.fullest) if self.on_gpu else self.pool
 
-    def too_small(self) -> str:
-        """Return by how much the pool is too small; "" if it is not."""
-        if self.pool // self.block >= MIN_POOL_PAGES:
-            return ""
-        return (
-            f"a pool of {size(self.pool)} is too small for {MIN_POOL_PAGES} pages of {size(self.block)}; --pool-bytes "
-            f"must be {size(MIN_POOL_PAGES * self.block)} or more"
-        )
-
     def too_large(self) -> str:
         """Return what does not fit, in one line with the option to change; "" if all does."""
         if self.needed <= self.free:
@@ -214,5 +215,5 @@ class MemoryPlan:
         # First, because a large step leaves nothing for a pool.
         if problem := self.too_large():
             raise NotEnoughMemory(problem)
-        if problem := self.too_small():
+        if problem := pool_too_small(self.pool, self.block):
             raise ConfigError(problem)

@@ -67,7 +67,7 @@ def model(settings: ServerSettings) -> Check:
 
 def memory(settings: ServerSettings, rank: int) -> Check:
     """Compare the memory that serve plans to use with the free memory, and count the adapters of a rank that fit."""
-    from lorasrv.engine.memory_plan import MemoryPlan
+    from lorasrv.engine.memory_plan import MemoryPlan, pool_too_small
     from lorasrv.worker.device import resolve_device
     from lorasrv.worker.host_memory import free_bytes
 
@@ -97,7 +97,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
         f"swap {size(plan.swap)}; adapters of rank {rank} "
         f"({size(packed)}): {fit} in an empty pool, {plan.host_cache // packed} on the host"
     )
-    if problem := plan.too_large() or plan.too_small():
+    if problem := plan.too_large() or pool_too_small(plan.pool, plan.block):
         return Check("fail", text, problem)
     if warning := plan.warning():
         return Check("warn", text, warning)

@@ -211,7 +211,7 @@ def _server(
 ) -> tuple["SimServer", str]:
     """Return the simulated server, and the source of its costs."""
     from lorasrv.config import PAGE_SIZE_TOKENS
-    from lorasrv.engine.memory_plan import MIN_POOL_PAGES, pool_size
+    from lorasrv.engine.memory_plan import pool_size, pool_too_small
     from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.offline.planner.sim_replica import SimServer
@@ -225,11 +225,13 @@ def _server(
         checkpoint.close()
     itemsize = 4 if options.config.model.dtype == "float32" else 2
     layout_of = _layouts(options, spec, itemsize, trace)
-    costs, source, memory, num_pages = _costs(options, name, on_progress)
+    samples = _samples(options)
+    memory, num_pages = _memory(options, samples)
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     free = DeviceMemory.of(resolve_device(options.config.model.device))
-    layout = PoolLayout.of_bytes(pool_size(memory, free), page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
+    pool = pool_size(memory, free)
+    layout = PoolLayout.of_bytes(pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
     if num_pages is not None and num_pages != layout.num_pages:
         why = f"the server at --server has {num_pages} pages in a pool that would have {layout.num_pages} here"
         raise CliError(
@@ -237,8 +239,9 @@ def _server(
             "draft model or several ranks",
             code=ExitCode.USAGE,
         )
-    if layout.num_pages < MIN_POOL_PAGES:
-        raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
+    if problem := pool_too_small(pool, layout.block_bytes):
+        raise CliError(problem, code=ExitCode.USAGE)
+    costs, source = _costs(options, name, samples, on_progress)
     has_drafts = options.config.speculation.speculation != "off"
     longest = options.config.model.max_model_len or spec.max_position
     server = SimServer(layout, memory, options.config.scheduler, costs, layout_of, longest, has_drafts)
@@ -267,26 +270,36 @@ def _layouts(
     return sizes.maker()
 
 
+def _samples(options: _PlanOptions) -> dict[str, float]:
+    """Return the metrics of the server of `--server`; none without it."""
+    if options.server is None:
+        return {}
+    with connected(options.server) as client:
+        return client.metrics()
+
+
+def _memory(options: _PlanOptions, samples: dict[str, float]) -> tuple["MemoryOptions", int | None]:
+    """Return the memory options to plan with, and the number of pages that the server of `--server` reports; None if
+    there is no such server or `--pool-bytes` is given."""
+    memory = options.config.memory
+    if memory.pool_bytes is not None:
+        return memory, None
+    pool, pages = (int(samples.get(name, 0)) or None for name in ("lorasrv_pool_bytes", "lorasrv_pages_total"))
+    return replace(memory, pool_bytes=pool), pages
+
+
 def _costs(
-    options: _PlanOptions, model_name: str, on_progress: Callable[[str, float], None]
-) -> tuple["MachineProfile", str, "MemoryOptions", int | None]:
-    """Return the costs, a description of their source, the memory options to plan with, and the number of pages that
-    the server of `--server` reports; None if there is no such server or `--pool-bytes` is given."""
+    options: _PlanOptions, model_name: str, samples: dict[str, float], on_progress: Callable[[str, float], None]
+) -> tuple["MachineProfile", str]:
+    """Return the costs, and a description of their source."""
     from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 
-    memory = options.config.memory
     if options.costs is not None:
-        return MachineProfile.read(options.costs), f"costs from {options.costs.name}", memory, None
+        return MachineProfile.read(options.costs), f"costs from {options.costs.name}"
     file = cache_file(model_name, options.config.model)
     cached = None if options.recalibrate else read_cached(file)
     if options.server is not None:
-        with connected(options.server) as client:
-            samples = client.metrics()
-        learnt, source = _learnt(samples, cached), f"costs learnt by {options.server}"
-        pool, pages = (int(samples.get(name, 0)) or None for name in ("lorasrv_pool_bytes", "lorasrv_pages_total"))
-        if memory.pool_bytes is not None:
-            return learnt, source, memory, None
-        return learnt, source, replace(memory, pool_bytes=pool), pages
+        return _learnt(samples, cached), f"costs learnt by {options.server}"
     if cached is None:
         # Set before torch is imported, as in `serve`.
         import os
@@ -295,13 +308,13 @@ def _costs(
         from lorasrv.offline.planner.calibrate import calibrate
 
         done = calibrate(options.config, options.rank, on_progress)
-        if done.is_sound:
+        if not done.problem:
             write_cached(file, done.costs)
-        else:
-            note(f"steps took {100 * done.misfit:.0f} % longer than the costs explain: other programs were running;")
-            note("these costs are not saved; measure again on an idle machine")
-        return done.costs, "costs measured now on this machine", memory, None
-    return cached, "costs measured earlier on this machine (--recalibrate measures anew)", memory, None
+            return done.costs, "costs measured now on this machine"
+        note(f"{done.problem}: these costs are too high, and not saved")
+        note("measure again on an idle machine, or take the costs that a server has learnt (--server)")
+        return done.costs, "costs measured now on this machine, which was busy"
+    return cached, "costs measured earlier on this machine (--recalibrate measures anew)"
 
 
 def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> "MachineProfile":

@@ -25,6 +25,7 @@ from lorasrv.memory.cost_model import StepCosts, StepShape
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.machine_profile import MachineProfile
+from lorasrv.offline.planner.processors import ProcessorTimes
 from lorasrv.offline.planner.random_adapters import write_random_adapter
 from lorasrv.request import RequestOptions
 from lorasrv.sampling_params import SamplingParams
@@ -43,6 +44,7 @@ LOADS_S, STEPS_S = 10.0, 20.0
 """Time limits of the two parts, for a slow or busy machine."""
 MIN_WAVES = 4
 MOST_MISFIT = 0.25
+MOST_OTHERS = 0.1
 PASSES = 3
 POOL_BYTES = 1 << 29
 _Step = tuple[float, StepShape, float]
@@ -86,10 +88,18 @@ class Calibrated:
     # Share by which the steps together took longer than the costs predict. Large if something else ran on the machine:
     # a step waits for its slowest thread.
     misfit: float
+    # Share of the processors that other programs used meanwhile. Costs may fit well and be too high because of them.
+    others: float
 
     @property
-    def is_sound(self) -> bool:
-        return self.misfit <= MOST_MISFIT
+    def problem(self) -> str:
+        """Return why the costs cannot be relied on; "" if they can."""
+        found = []
+        if self.others > MOST_OTHERS:
+            found.append(f"other programs used {100 * self.others:.0f} % of the processors meanwhile")
+        if self.misfit > MOST_MISFIT:
+            found.append(f"steps took {100 * self.misfit:.0f} % longer than the costs explain")
+        return ", and ".join(found)
 
 
 def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated:
@@ -137,9 +147,11 @@ class _Run:
         await self._engine.start()
         try:
             await self._wave(4, 0, 64, 8)  # warm-up: touch pages and kernels for the first time
+            begun = ProcessorTimes.now()
             edge_s = await self._edge()
             loads = await self._loads()
             await self._steps()
+            others = ProcessorTimes.now().others(begun)
         finally:
             await self._engine.shutdown()
         steps = self._observed.steps
@@ -158,7 +170,8 @@ class _Run:
         )
         model = StepCosts.from_dict(step)
         predicted_s = sum(model.seconds(shape) for _, shape, _ in steps)
-        return Calibrated(costs, sum(seconds for *_, seconds in steps) / max(1e-9, predicted_s) - 1)
+        misfit = sum(seconds for *_, seconds in steps) / max(1e-9, predicted_s) - 1
+        return Calibrated(costs, misfit, others)
 
     async def _wave(self, requests: int, adapters: int, prompt: int, tokens: int, every_s: float = 0.0) -> None:
         async def one(number: int) -> None:

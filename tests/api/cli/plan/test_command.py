@@ -109,7 +109,7 @@ def test_a_trace_that_cannot_be_read(plan, trace: Path, content: str, says: str)
         (("--policy", "best"), "--policy 'best' is unknown"),
         (("--scheduling-policy", "best"), "--scheduling-policy 'best' is unknown"),
         (("--pool-bytes", "much"), "--pool-bytes: 'much' is not allowed; expected a size: 512MiB, 2GB or bytes"),
-        (("--pool-bytes", "1000"), "--pool-bytes is too small"),
+        (("--pool-bytes", "1000"), "a pool of 1000 bytes is too small for 4 pages of"),
         (("--max-num-seqs", "0"), "--max-num-seqs must be positive"),
         (("--p99-ttft-ms", "0"), "--p99-ttft-ms must be positive"),
         (("--recalibrate",), "exclude each other"),
@@ -146,14 +146,15 @@ def test_costs_of_a_server_are_taken_with_its_pool(cli, server, engine, trace: P
 class TestMeasuredCosts:
     @pytest.fixture
     def measure(self, cli, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        """Runs the command; measuring has this misfit. Ranks that were measured are in `self.ranks`."""
+        """Runs the command; measuring has this misfit, and other programs use this share of the machine. Ranks that
+        were measured are in `self.ranks`."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         self.ranks = []
 
-        def run(misfit: float, *options: object) -> Any:
+        def run(misfit: float, *options: object, others: float = 0.05) -> Any:
             def calibrate(config: object, rank: int, progress: object) -> Calibrated:
                 self.ranks.append(rank)
-                return Calibrated(MachineProfile.read(COSTS), misfit)
+                return Calibrated(MachineProfile.read(COSTS), misfit, others)
 
             monkeypatch.setattr("lorasrv.offline.planner.calibrate.calibrate", calibrate)
             return cli("plan", "--trace", trace, *POOL, "--predict-only", *options)
@@ -167,12 +168,17 @@ class TestMeasuredCosts:
         assert self.ranks == [16, 16]
 
     def test_those_of_a_busy_machine_are_not_kept(self, measure, tmp_path: Path) -> None:
-        done = measure(3.8)
-        assert (done.code, "steps took 380 % longer than the costs explain" in done.err) == (0, True)
-        assert not (tmp_path / "cache").exists()
+        found = {"steps took 380 % longer than the costs explain": (3.8, 0.05)}
+        found |= {"other programs used 40 % of the processors meanwhile": (0.1, 0.4)}
+        for says, (misfit, others) in found.items():
+            done = measure(misfit, "--json", others=others)
+            assert f"{says}: these costs are too high, and not saved\n" in done.err
+            assert json.loads(done.out)["costs"]["source"] == "costs measured now on this machine, which was busy"
+            assert not (tmp_path / "cache").exists()
 
-    def test_a_wrong_store_is_refused_before_measuring(self, measure) -> None:
+    def test_wrong_options_are_refused_before_measuring(self, measure) -> None:
         failed(measure(0.1, "--store", "/nowhere"), 2, "the folder /nowhere does not exist")
+        failed(measure(0.1, "--pool-bytes", "1000"), 2, "--pool-bytes must be")
         assert self.ranks == []
 
     def test_another_model_or_form_is_another_file(self, tmp_path: Path) -> None:
