@@ -5,6 +5,7 @@ Each replica is asked separately, at its own address, so that one that does not 
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping
 from statistics import median
@@ -18,6 +19,7 @@ from api.replication.headers import REPLICA
 from lorasrv.placement.speed import speed_weights
 from lorasrv.placement.work import WorkRates
 
+_LOG = logging.getLogger(__name__)
 PERIOD_S = 0.5
 ANSWER_S = 2.0
 
@@ -61,10 +63,14 @@ class Survey:
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, body = await self._upstreams.fetch(replica.url, self._question(replica))
-            self.silent.discard(replica.id)
+            if replica.id in self.silent:
+                self.silent.remove(replica.id)
+                _LOG.info("replica %s at %s answers again", replica.id, replica.url)
             figures = _figures(json.loads(body)) if status == 200 else None
         except (Unreachable, Broken, TimeoutError):
-            self.silent.add(replica.id)
+            if replica.id not in self.silent:
+                self.silent.add(replica.id)
+                _LOG.warning("replica %s at %s does not answer; requests go to others first", replica.id, replica.url)
             figures = None
         except (ValueError, KeyError, TypeError):
             figures = None

@@ -87,7 +87,10 @@ def test_what_an_edge_asks_by_itself_fills_no_log(model, adapter_dirs) -> None:
         assert "/v1/replica" not in replica.log
 
 
-def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_replica_gets_nothing_until_it_goes_on(
+    model, adapter_dirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", survey.__name__)
     # Else the other one, if it stands still for a moment, may be taken for stopped.
     monkeypatch.setattr(survey, "ANSWER_S", 5.0)
     with started(model, adapter_dirs, 0, 0) as cluster:
@@ -112,6 +115,9 @@ def test_a_stopped_replica_gets_nothing_until_it_goes_on(model, adapter_dirs, mo
             stopped.signal(signal.SIGCONT)
         eventually(lambda: "r0" not in suspects())
         assert ask_all() > 0
+    told = [record.getMessage() for record in caplog.records if record.name == survey.__name__]
+    where = f"replica r0 at {stopped.url}"
+    assert told == [f"{where} does not answer; requests go to others first", f"{where} answers again"]
 
 
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
