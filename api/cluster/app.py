@@ -254,8 +254,6 @@ def _numbers(settings: ServerSettings) -> dict[str, Any]:
     """Return the fixed number of replicas, or the range that Ray scales within."""
     least = settings.replicas or 1
     most = settings.max_replicas or least
-    if most < least:
-        raise ConfigError(f"--max-replicas {most} is less than --replicas {least}")
     if most == least:
         return {"num_replicas": least}
     scaling = AutoscalingConfig(

@@ -30,6 +30,8 @@ from typing import Any, TextIO
 from pydantic import ByteSize
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adapter_store.errors import StoreFull
+from adapter_store.storage.blobs import PROBE_BYTES
 from adapter_store.storage.root_lock import in_use
 from api.asgi.draining_server import DrainingServer
 from api.cluster.certificates import write_certificate
@@ -40,8 +42,9 @@ from api.cluster.pick import ReplicaWatch
 from api.cluster.shape import ClusterShape
 from api.config.settings import ServerSettings
 from api.server import CannotStart, Progress, Ready, bind, check_guarded
-from lorasrv.config import POOL_FRACTION
+from lorasrv.config import POOL_FRACTION, size
 from lorasrv.errors import ConfigError, to_install
+from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.placement.kinds import make_placement
 from lorasrv.worker.host_memory import free_bytes
 
@@ -107,16 +110,17 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
 
 
 def check_options(settings: ServerSettings) -> None:
-    """Refuse options that replicas do not support.
+    """Refuse options that replicas do not support, and a base that is not there or not supported, before Ray starts.
 
     Raises:
-        ConfigError.
+        ConfigError, ModelError.
     """
     if find_spec("ray") is None or find_spec("cryptography") is None:
         raise ConfigError(f"--replicas needs Ray, which is not installed: {to_install('cluster')}")
     if settings.profile is not None:
         raise ConfigError("--profile is of one server; leave --replicas out to profile it")
     settings.check_replicated()
+    read_model_shape(settings.model)
 
 
 def free_port() -> int:
@@ -151,6 +155,7 @@ def _home(store: Path) -> Iterator[Path]:
 
     Raises:
         StoreLocked: another process has locked the store's folder.
+        StoreFull: the disk has no room for the files of Ray and the replicas.
     """
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     # The folder itself is locked, because a lock file could not be removed afterwards.
@@ -167,11 +172,23 @@ def _home(store: Path) -> Iterator[Path]:
         else:
             home.mkdir(mode=0o700)
         try:
+            _check_room(home.resolve())
             yield home.resolve()
         finally:
             _remove(home)
     finally:
         os.close(lock)
+
+
+def _check_room(home: Path) -> None:
+    """Check that Ray can write its files: on a full disk, the errors of its processes do not say why.
+
+    Raises: StoreFull.
+    """
+    if (free := shutil.disk_usage(home).free) < PROBE_BYTES:
+        raise StoreFull(
+            f"{size(free)} are free on the disk of {home}, and replicas need {size(PROBE_BYTES)}: free some space"
+        )
 
 
 def _remove(home: Path) -> None:
@@ -208,6 +225,8 @@ def _ray(home: Path, progress: Progress, interruption: Interruption) -> Iterator
     import ray
     from ray import serve
 
+    # Ray's own record factory adds a time of its own to each line.
+    logging.setLogRecordFactory(logging.LogRecord)
     for name in ("ray", "ray.serve"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [logging.NullHandler()]

@@ -76,7 +76,7 @@ class ClusterSettings(ReplicationSettings):
             )
 
     def check_replicated(self) -> None:
-        """Refuse options that have no effect in replicas behind an edge.
+        """Refuse options that have no effect in replicas behind an edge, or contradict each other there.
 
         Raises:
             ConfigError: names the option.
@@ -86,6 +86,8 @@ class ClusterSettings(ReplicationSettings):
                 f"--role {self.role} is of one server; --prefill-replicas N starts replicas that compute the prompts "
                 "of the others"
             )
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or 1):
+            raise ConfigError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}")
 
     def with_cluster_secret(self) -> Self:
         """Return the settings with the cluster's secret instead of its file; generate a secret if none is given.

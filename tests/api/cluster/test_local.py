@@ -2,22 +2,24 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from served import ROOT
 
-from adapter_store.errors import StoreLocked
+from adapter_store.errors import StoreFull, StoreLocked
 from api import early_stop
 from api.cli.doctor import cluster as doctor_cluster
 from api.cluster import local, shape
 from api.cluster.log_pipe import log_pipe
 from api.config.sources import Sources
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, ModelNotFound
 
 
 def settings(**given: Any) -> Any:
@@ -95,6 +97,14 @@ def test_replicas_behind_an_edge_have_no_roles_of_their_own(monkeypatch: pytest.
         shape.parse({"role": "prefill", "cluster_secret": "of-one-cluster"})
 
 
+def test_what_can_be_known_before_ray_starts_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="--max-replicas 1 is less than --replicas 2"):
+        local.check_options(settings(max_replicas=1))
+    with pytest.raises(ModelNotFound):
+        local.check_options(settings(model="/nowhere"))
+
+
 def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "free_bytes", lambda: 8 << 30)
     monkeypatch.setattr(local, "has_gpu", lambda settings: False)
@@ -127,6 +137,16 @@ def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path, monkeyp
         assert list(again.iterdir()) == []
         assert again.stat().st_mode & 0o077 == 0
     assert list(store.iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(16 << 20) - 1))
+    with (
+        pytest.raises(StoreFull, match=r"are free on the disk of .*, and replicas need 16\.0 MiB"),
+        local._home(tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_last_line_of_what_serve_says_is_the_reason() -> None:
