@@ -73,10 +73,10 @@ def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | N
 
 
 def _adapter_weights(client: Client, name: str) -> int:
-    """Count an adapter's weights; 0 if the dtype is unknown."""
+    """Count an adapter's weights; 0 if it has none of its own, or their dtype is unknown."""
     # For a version (`mia@3`), use the id: sizes seldom differ.
     report = client.adapter(name.partition("@")[0])["report"]
-    itemsize = ITEM_BYTES.get(report["dtype"])
+    itemsize = ITEM_BYTES.get(report["dtype"]) if report is not None else None
     return int(report["weights_bytes"]) // itemsize if itemsize else 0
 
 

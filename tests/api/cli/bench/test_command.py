@@ -244,3 +244,6 @@ def test_lorasrv_tells_what_its_model_costs(cli, server, make_adapter, monkeypat
     assert (figures["mbu"], figures["adapters"]) == (None, 1)
     assert figures["mfu"] > 0
     assert figures["prompt_tokens_mean"] == pytest.approx(64, rel=0.2)
+    server.http.post("/v1/adapters", json={"id": "muse", "defaults": {"temperature": 0.5}}).raise_for_status()
+    [bare] = lines(cli("bench", "--url", server.url, "--models", "muse", *options))
+    assert (bare["figures"]["failed"], bare["figures"]["adapters"]) == (0, 1), "a persona without weights"
