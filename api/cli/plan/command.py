@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.common.options import JsonOption, check_png, connected
+from api.cli.common.options import JsonOption, ReplicaOption, check_one_server, check_png, connected
 from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
 from api.cli.plan.machines import MachineOptions, plan_machines
@@ -60,6 +60,7 @@ class _PlanOptions:
     store: Path | None
     costs: Path | None
     server: str | None
+    replica: str | None
     recalibrate: bool
 
 
@@ -80,6 +81,7 @@ def plan(
     server: Annotated[
         str | None, _option("Running server to take learnt costs and the pool's size from.", _COSTS, "--server")
     ] = None,
+    replica: ReplicaOption = None,
     costs: Annotated[
         Path | None, _option("JSON file to take costs from.", _COSTS, "--costs", exists=True, dir_okay=False)
     ] = None,
@@ -99,6 +101,8 @@ def plan(
     machines would."""
     if sum((recalibrate, server is not None, costs is not None)) > 1:
         raise CliError("--recalibrate, --server and --costs exclude each other", code=ExitCode.USAGE)
+    if replica is not None and server is None:
+        raise CliError("--replica is of the address that --server gives; give that, too", code=ExitCode.USAGE)
     if p99_ttft_ms is not None and not 0 < p99_ttft_ms < float("inf"):
         raise CliError(f"--p99-ttft-ms must be positive, not {p99_ttft_ms}", code=ExitCode.USAGE)
     if png is not None:
@@ -112,7 +116,7 @@ def plan(
 
     requests = traffic.requests()
     settings = Sources.of_flags(given_settings(ctx)).settings()
-    options = _PlanOptions(settings.engine_config(), rank, store, costs, server, recalibrate)
+    options = _PlanOptions(settings.engine_config(), rank, store, costs, server, replica, recalibrate)
     if cluster is not None:
         _print_cluster(_plan_cluster(options, requests, traffic, cluster, several), as_json)
         return
@@ -275,7 +279,9 @@ def _samples(options: _PlanOptions) -> dict[str, float]:
     if options.server is None:
         return {}
     with connected(options.server) as client:
-        return client.metrics()
+        samples = client.metrics(options.replica)
+        check_one_server(client.url, samples)
+        return samples
 
 
 def _memory(options: _PlanOptions, samples: dict[str, float]) -> tuple["MemoryOptions", int | None]:

@@ -66,13 +66,16 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
 def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
     with started(model, adapter_dirs, 0, 0) as cluster:
         at = ("--server", cluster.url, "--json")
-        for command in (("top", "--once"), ("pool",)):
+        law = ("--law", "poisson", "--seconds", 5, "--predict-only", "--model", model)
+        for command in (("top", "--once"), ("pool",), ("plan", *law)):
             unnamed = cli_process.run(*command, *at)
             assert (unnamed.returncode, unnamed.stdout) == (1, "")
             assert "is the address of several replicas; choose one with --replica r0 or r1" in unnamed.stderr
         assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
         total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
         assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
+        planned = cli_process.run("plan", *law, "--replica", "r1", "--pool-bytes", "16MiB", *at)
+        assert json.loads(planned.stdout)["costs"]["source"] == f"costs learnt by {cluster.url}", planned.stderr
         assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
 
 
