@@ -278,6 +278,10 @@ class KVCacheManager:
         for page in reversed(pages):
             self._release_page(page)
 
+    def filling(self) -> Mapping[SnapshotName, tuple[int, ...]]:
+        """Return the pages that are filled for each snapshot."""
+        return self._filling
+
     def fixed(self) -> Iterator[int]:
         """Yield the pages that may not be moved, because they are filled or read while steps run."""
         for pages in (*self._filling.values(), *self._lent.values()):

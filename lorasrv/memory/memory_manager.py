@@ -254,6 +254,7 @@ class MemoryManager:
         if self.prefixes is not None:
             self.prefixes.check_integrity(self.adapter_manager.is_resident)
         self.adapter_manager.check_integrity()
+        self.snapshots.check_integrity()
         self.peer_pages.check_integrity()
         assert self.num_kv_pages == self.kv.num_pages, "KV pages do not add up"
 

@@ -290,6 +290,39 @@ class SnapshotManager:
         self._loads, self._cancels, self._copies = [], [], []
         return SnapshotOrders(tuple(loads), tuple(copies), tuple(cancels), tuple(self._saves()))
 
+    def check_integrity(self) -> None:
+        """Compare snapshots with the orders, the pages that are filled for them, and each other.
+
+        Raises:
+            AssertionError: they differ, a snapshot is in two states, or there are too many.
+        """
+        filling, arrivals = self._kv.filling(), self._arriving.items()
+        copying = {name: len(arrival.places) for name, arrival in arrivals if arrival.state is _State.COPYING}
+        assert copying == {name: len(pages) for name, pages in filling.items()}, "pages are filled for another snapshot"
+        read = {page for pages in self._kv.holders().values() for page in pages}
+        read.update(() if self._prefixes is None else self._prefixes.references())
+        assert not any(page in read for pages in filling.values() for page in pages), (
+            "a page that is being filled is read"
+        )
+        loads, copies = [source.name for source in self._loads], [name for name, _ in self._copies]
+        loading = {name for name, arrival in arrivals if arrival.state is _State.LOADING}
+        assert loading.issuperset(loads), "a load is ordered that nobody waits for"
+        assert copying.keys() >= set(copies), "a copy is ordered that nobody waits for"
+        assert len({*loads, *copies}) == len(loads) + len(copies), "an order is given twice"
+        for name, arrival in arrivals:
+            prefix, loaded = arrival.prefix, range(arrival.num_loaded)
+            assert (prefix.source.name, {r.snapshot for r in arrival.requests}) == (name, {name}), "others wait for it"
+            assert list(arrival.places) == sorted({*arrival.places} & {*loaded}), "pages are filled from nothing"
+            assert len(loaded) <= len(prefix.hashes), "a snapshot is longer than its prefix"
+            assert arrival.is_from_peer or self.is_on, "a snapshot is restored that is not kept"
+        assert len(self._arriving) <= MAX_ARRIVING, "too many snapshots are on their way"
+        states = (*self._stored, *self._saving, *self._wanted)
+        assert len({*states}) == len(states), "a snapshot is on the disk, being written and wanted"
+        assert self._uses.keys().isdisjoint(self._stored), "uses of a snapshot on the disk are counted"
+        assert len(self._saving) <= 1, "snapshots are written at the same time"
+        assert len(self._wanted) <= MAX_WANTED, "too many snapshots are wanted"
+        assert self.is_on or not (self._saving or self._wanted or self._uses), "a snapshot is made that is not kept"
+
     def _saves(self) -> list[tuple[SnapshotFile, tuple[int, ...]]]:
         """Return the next wanted snapshot whose pages are cached, unless one is being written."""
         for name, prefix in self._wanted.items() if not self._saving else ():
