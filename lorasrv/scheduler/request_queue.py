@@ -39,7 +39,7 @@ class RequestQueue:
         policy: order of the requests.
         adapters: where each adapter is.
         max_wait_steps: steps without tokens after which a request is starved.
-        find_blocker: returns which limit prevents a waiting request from running now; None if none does.
+        find_blocker: returns which limit denies a request tokens now; None if none does.
     """
 
     def __init__(
@@ -140,10 +140,14 @@ class RequestQueue:
         self._find_starved()
 
     def _find_starved(self) -> None:
-        for request in [r for r in self._starved.values() if self._is_loading(r)]:
-            del self._starved[request.request_id]
-            self.num_starved_total -= 1
-            self._wait_for_load(request)
+        for request in list(self._starved.values()):
+            if self._is_loading(request):
+                del self._starved[request.request_id]
+                self.num_starved_total -= 1
+                self._wait_for_load(request)
+            elif request.request_id not in self._waiting and (blocker := self._find_blocker(request)) is not None:
+                # A request that is starved, too, may be visited before it, and take its pages.
+                self.mark_throttled(request, blocker)
         num_before = len(self._starved)
         for _ in range(min(MAX_CHECKED, len(self._by_wait))):
             request = self._by_wait.first
@@ -153,8 +157,7 @@ class RequestQueue:
             if since < request.last_share_step:
                 self._watch(request, request.last_share_step)
                 continue
-            blocker = self._find_blocker(request) if request.request_id in self._waiting else None
-            if blocker is not None:
+            if (blocker := self._find_blocker(request)) is not None:
                 self.mark_throttled(request, blocker)
             elif (limited := self._limited_step(request)) > request.last_share_step:
                 self._watch(request, limited)

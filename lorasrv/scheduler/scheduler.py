@@ -442,10 +442,11 @@ class Scheduler:
             self._adapter_manager.reserve(term.key, term.layout, self._clock() + WARM_GRACE_S)
 
     def _find_blocker(self, request: Request) -> Blocker | None:
-        """Return what prevents a waiting request from running, other than slots and pages."""
-        if self._beams.must_wait(request, self.quotas.allow_together):
+        """Return what denies a request tokens, other than slots and pages."""
+        is_running = request.status is RequestStatus.RUNNING
+        if not is_running and self._beams.must_wait(request, self.quotas.allow_together):
             return BEAMS
-        found = self.quotas.blocker(request)
+        found = self.quotas.rate_blocker(request) if is_running else self.quotas.blocker(request)
         return None if found is None else found[0]
 
     # Ends.
