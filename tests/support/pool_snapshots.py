@@ -1,7 +1,7 @@
 """A `SnapshotLoader` for `pool_world.py`: what it was ordered to do ends when the test says so, or fails. Snapshots are
 rows of the tags that the world's pages hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -30,10 +30,15 @@ class TagLoader:
         units: tags of the pool, int64 [P, units of a page].
         peer_rows: returns the pages that a peer answers with.
         files: what is on the disk.
+        layout: number of the layout of pages, which a file must have to be read.
     """
 
-    def __init__(self, units: Rows, peer_rows: Callable[[PeerSnapshot], Rows], files: dict[SnapshotName, Rows]) -> None:
-        self._units, self._peer_rows, self.files = units, peer_rows, files
+    def __init__(
+        self, units: Rows, peer_rows: Callable[[PeerSnapshot], Rows], files: dict[SnapshotName, Rows], layout: int
+    ) -> None:
+        self._units, self._peer_rows, self.files, self._layout = units, peer_rows, files, layout
+        # Files that are gone, which the next load finds.
+        self._lost: set[SnapshotName] = set()
         self.loading: dict[SnapshotName, SnapshotFile | PeerSnapshot] = {}
         self.filling: dict[SnapshotName, tuple[Rows, Copies]] = {}
         self.saving: dict[SnapshotName, Rows] = {}
@@ -74,19 +79,32 @@ class TagLoader:
         del self.files[name]
         if is_told:
             self._reports.append(SnapshotRemoved(name))
+        else:
+            self._lost.add(name)
+
+    def check_files(self, known: Mapping[SnapshotName, int]) -> None:
+        """Compare the files with what is known of them when all reports have been taken."""
+        sizes = {name: rows.nbytes for name, rows in self.files.items()}
+        assert sizes.items() <= known.items(), "a file is not known"
+        assert known.keys() <= sizes.keys() | self._lost, "a file is known that is not there"
 
     def _load(self, source: SnapshotFile | PeerSnapshot, count: int) -> SnapshotReport:
-        rows = self._peer_rows(source)[:count] if isinstance(source, PeerSnapshot) else self.files.get(source.name)
+        rows = self._peer_rows(source)[:count] if isinstance(source, PeerSnapshot) else self._read(source.name)
         if rows is None or not count:
             return SnapshotFailed(source.name, "cut", "", is_gone=rows is None)
         self._host[source.name] = rows
         return SnapshotLoaded(source.name, 1e-6, len(rows))
 
+    def _read(self, name: SnapshotName) -> Rows | None:
+        self._lost.discard(name)
+        return None if (rows := self.files.get(name)) is None else rows ^ self._layout
+
     def _save(self, name: SnapshotName, rows: Rows, *, fails: bool) -> SnapshotReport:
         if fails:
             return SnapshotFailed(name, "disk", "", is_save=True)
-        self.files[name] = rows
-        removed = tuple(self.files)[:-MAX_FILES]
-        for oldest in removed:
-            del self.files[oldest]
+        others = [other for other in self.files if other.owner != name.owner]
+        removed = tuple(other for other in self.files if other not in others[1 - MAX_FILES :])
+        for other in removed:
+            del self.files[other]
+        self.files[name] = rows ^ self._layout
         return SnapshotSaved(name, rows.nbytes, removed)

@@ -129,6 +129,8 @@ class World:
     late: bool = False
     # Snapshots on the disk.
     files: dict[SnapshotName, Rows] = field(default_factory=dict)
+    # Number of the layout of pages; snapshots of another one are not read.
+    layout: int = 0
     outputs: list[EngineOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ class World:
         self.now = 0.0
         on_host, mode = self.on_host.__contains__, self.options.preemption_mode
         stored = {name: rows.nbytes for name, rows in self.files.items()}
-        facts: dict[str, Any] = {"facts": {"base": "tags"}, "stored": stored, "peer_facts": {}}
+        facts: dict[str, Any] = {"facts": {"layout": self.layout}, "stored": stored, "peer_facts": {}}
         self.accounts = MemoryManager.make(layout, self.memory, mode, on_host, lambda: self.now, **facts)
         self.choose = 0
         speculator = Speculator([Guesses(lambda at: self._says(self.choose, at))] if self.drafts else [], 100)
@@ -148,7 +150,7 @@ class World:
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
         self.copying: dict[AdapterKey, PlacedAdapter] = {}
-        self.snapshots = TagLoader(self.units, self._peer_rows, self.files)
+        self.snapshots = TagLoader(self.units, self._peer_rows, self.files, self.layout)
         self.told: dict[int, object] = {}
         self.keeper = SnapshotKeeper(self.accounts.snapshots, self.snapshots, self.told.__setitem__)  # type: ignore[arg-type]
         # The pages that peers read.
@@ -229,6 +231,7 @@ class World:
             self.made_progress, self._sleeps = True, False
             return
         self.keeper.take_reports()
+        self.snapshots.check_files(self.accounts.snapshots._stored)
         with every_draft():
             step = self.scheduler.schedule(ahead=self.late and not self.is_serial)
         if step.page_ops or step.snapshots.saves:

@@ -2,6 +2,7 @@
 now and then. Random rules reach more corners (`test_pool_machine.py`); here there is always somebody in the way."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pool_world import BEAMS, LIMITS, NAMES, PAGE_BYTES, PEER, PERSONAS, World, 
 from adapter_store.storage.snapshots import SnapshotName
 from lorasrv.config import POLICIES, Limits, LimitShare, MemoryOptions, SchedulerOptions
 from lorasrv.kv_policy import KvPolicy, SelectPolicy, WindowPolicy
-from lorasrv.request import OnCold, RequestStatus
+from lorasrv.request import FixedPrefix, OnCold, RequestStatus
 
 POLICIES_OF_KV: list[KvPolicy] = [WindowPolicy(sink=4, recent=16), SelectPolicy(budget=40, sink=4, recent=16, every=32)]
 WHO: list[dict[str, Any]] = [{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 30.0}]
@@ -44,15 +45,28 @@ class Day:
         self.swap_faults, self.step_faults = draw.choice([0.0, 0.0, 0.3]), draw.choice([0.0, 0.0, 0.1])
         self.row_faults = draw.choice([0.0, 0.0, 0.02])
         self.is_misled = draw.random() < 0.6
-        self.versions = dict.fromkeys(NAMES, 0)
-        self.asked = draw.sample(["", "", *PERSONAS, *NAMES, *NAMES, "ab", "ac", "bcd"], draw.choice([3, 8, 21]))
+        self.versions = dict.fromkeys(["", *NAMES], 0)
+        asked = draw.sample(["", "", *PERSONAS, *NAMES, *NAMES, "ab", "ac", "bcd"], draw.choice([3, 8, 21]))
+        self.asked = draw.choice([asked, list(PERSONAS)])
+        self.layout = 0
         self.start({})
 
     def start(self, files: dict[SnapshotName, Rows]) -> None:
         """Start the server, with the snapshots that it has on the disk."""
-        self.world = World(*self.parts, files)
+        self.world = World(*self.parts, files, layout=self.layout)
         if self.is_misled:
             expect_short_answers(self.world.scheduler.predictor)
+
+    def restart(self) -> None:
+        """Stop the server, or kill it, and start it again; sometimes with another layout of pages."""
+        if self.draw.random() < 0.5:
+            self.end()
+        self.layout += self.draw.random() < 0.1
+        self.start(self.world.snapshots.files)
+
+    def persona(self, names: str) -> FixedPrefix:
+        """The fixed prefix of the current version."""
+        return replace(PERSONAS[names], owner=f"{names}.{self.versions[names[:1]]}")
 
     def pass_by(self) -> None:
         for _ in range(self.draw.randint(20, 60)):
@@ -83,7 +97,7 @@ class Day:
         fields, how = {**draw.choice(WHO), "cache_salt": draw.choice(["", "", "tenant"])}, None
         ids = (10 + draw.randrange(3),) * draw.randint(0, 14)
         if names in PERSONAS and draw.random() < 0.8:
-            fields["prefix"] = PERSONAS[names]
+            fields["prefix"] = self.persona(names)
             ids = prefix_tokens(PERSONAS[names])
         ids += tuple(20 + (draw.randrange(3) + number) % 3 for number in range(draw.randint(1, 40)))
         count, kind = draw.choice([1, 1, 1, 2, 3]), draw.random()
@@ -97,6 +111,8 @@ class Day:
         fields |= {"adapter_id": names[:1], "on_cold": on_cold, "ignore_eos": draw.random() < 0.5}
         keys = [key_of(name, self.versions[name]) for name in names]
         self.world.ask(ids, keys, draw.randint(1, 14), count, how, **fields)
+        if "prefix" in fields and draw.random() < 0.3:
+            self.make_snapshot(names)
 
     def steps_pass(self) -> None:
         for _ in range(self.draw.randint(1, 4)):
@@ -114,7 +130,7 @@ class Day:
             arrives = world.fail if draw.random() < 0.15 else world.load if key in world.loading else world.copy
             arrives(key)
         elif coming:
-            world.snapshots.end(draw.choice(coming), draw.choice([0, 1, 3, 99]))
+            world.snapshots.end(draw.choice(coming), draw.choice([0, 1, 3, 99, 99, 99]))
 
     def somebody_leaves(self) -> None:
         if requests := sorted(self.world.scheduler._queue.requests):
@@ -133,11 +149,20 @@ class Day:
             self.world.lend(self.draw.choice(running))
 
     def snapshots_change(self) -> None:
-        if (files := sorted(self.world.snapshots.files)) and self.draw.random() < 0.2:
-            self.world.snapshots.remove(self.draw.choice(files), is_told=self.draw.random() < 0.5)
-        else:
-            names = self.draw.choice(list(PERSONAS))
-            self.world.make_snapshot([key_of(name, self.versions[name]) for name in names], PERSONAS[names])
+        names, snapshots = self.draw.choice(sorted(PERSONAS.keys() & self.asked) or [""]), self.world.snapshots
+        persona, files = self.persona(names), sorted(snapshots.files)
+        match self.draw.choices(["make", "lose", "delete"], [8, files != [], 1])[0]:
+            case "make":
+                self.make_snapshot(names)
+            case "lose":
+                snapshots.remove(self.draw.choice(files), is_told=False)
+            case "delete":
+                self.versions[names[:1]] += 1
+                for name in [name for name in files if name.owner == persona.owner]:
+                    snapshots.remove(name, is_told=True)
+
+    def make_snapshot(self, names: str) -> None:
+        self.world.make_snapshot([key_of(name, self.versions[name]) for name in names], self.persona(names))
 
     def somebody_warms(self) -> None:
         key = key_of(self.draw.choice(NAMES), 0)
@@ -156,9 +181,9 @@ def test_days(seeds: range) -> None:
     for seed in seeds:
         try:
             day = Day(seed)
-            day.pass_by()
-            day.end()
-            day.start(day.world.snapshots.files)
+            for _ in range(day.draw.randint(1, 4)):
+                day.pass_by()
+                day.restart()
             day.pass_by()
             day.end()
         except Exception as error:
