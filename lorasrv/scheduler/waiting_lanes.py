@@ -389,11 +389,11 @@ class WaitingLanes:
         for _ in range(MAX_LOADS):
             if (best := self._on_disk.pop()) is None:
                 break
+            self._tried.append(best)
             nbytes = self._bytes_on_disk(best.first)
             if not self._adapters.has_host_memory(nbytes, num_bytes):
                 self._put(best, self._on_disk)
                 break
-            self._tried.append(best)
             if self._is_on_disk(best):
                 self._open_lane(best)
                 num_bytes += nbytes

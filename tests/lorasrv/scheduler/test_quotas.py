@@ -348,6 +348,22 @@ def test_cold_requests_of_a_key_that_may_go_on_wait_for_their_turn_to_be_loaded(
     assert bench.first_step("large") < bench.first_step("small")
 
 
+def test_a_key_that_is_held_while_the_first_in_line_waits_for_host_memory_lets_others_load() -> None:
+    small, large, loading = KEYS[0], KEYS[5], KEYS[3]
+    memory = MemoryOptions(host_cache_bytes=layout_of(small).nbytes + layout_of(loading).nbytes)
+    bench = scheduler(bench={"memory": memory}, key_limits=Limits(max_running=1))
+    bench.add("first", max_tokens=60, principal="k")
+    bench.add("loading", key=loading, principal="other")
+    bench.step()
+    bench.add("large", key=large, principal="k")
+    bench.add("small", key=small, principal="another")
+    assert (bench.step().wake_s, bench.loading) == (None, {loading})
+    bench.add("second", principal="k")
+    assert bench.step().wake_s == 0.0, "nothing else would wake the engine"
+    bench.step()
+    assert bench.loading == {loading, small}
+
+
 def test_a_key_that_may_go_on_begins_no_more_loads_in_a_step_than_others() -> None:
     bench = scheduler(key_limits=Limits(max_running=1))
     for name in ("first", "second"):
