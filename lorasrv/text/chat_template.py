@@ -7,6 +7,8 @@ could complete. Templates may trim, split or join strings; the mark stays with i
 removed and the text is cut after the first character of each marked control token. No piece contains the whole token
 then, so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
 
+Characters that a tokenizer normalizes to those of a special token are refused.
+
 A mark can keep a template from trimming the text before it. So if renderings with and without marks differ only in
 white space, the one without marks is used.
 
@@ -18,7 +20,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NoReturn
@@ -290,7 +292,8 @@ class ChatTemplate:
                 transformers, white space at its end stays only where the template keeps it.
 
         Raises:
-            InvalidRequest: see `render`; or the template does not write the last message's text.
+            InvalidRequest: see `render`; the template does not write the last message's text; or the tokenizer
+                normalizes characters of a message to a control token.
         """
         guard = self._guard(tokenizer)
         plain = [_plain(message) for message in messages]
@@ -314,9 +317,15 @@ class ChatTemplate:
             check(pieces)
         try:
             first = tokenizer.encode(pieces[0], add_special_tokens=False)
-            return [*first, *(i for piece in pieces[1:] for i in tokenizer.encode_behind(piece))]
+            parts = [first, *map(tokenizer.encode_behind, pieces[1:])]
         except InvalidRequest as e:
             raise InvalidRequest(str(e).replace("prompt", "messages", 1), param="messages") from None
+        if any(map(tokenizer.has_forged, parts, pieces)):
+            why = (
+                "{param} have characters that this base's tokenizer turns into those of a control token; leave them out"
+            )
+            raise InvalidRequest(why, param="messages")
+        return list(chain.from_iterable(parts))
 
     def control_tokens(self, text: str, tokenizer: Tokenizer) -> list[str]:
         """Return the control tokens that a text contains; `encode` turns them into ordinary text."""

@@ -83,6 +83,12 @@ class Tokenizer:
             token.content: token.special for token in backend.get_added_tokens_decoder().values()
         }
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        # Those that are looked for in the normalized text.
+        self._normalized = {
+            i: token.content
+            for i, token in backend.get_added_tokens_decoder().items()
+            if token.special and token.normalized and backend.normalizer is not None
+        }
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.decoding = _decoding(backend)
         # Requested tokens below `_num_spelled`: the library would create a new string each time.
@@ -162,6 +168,15 @@ class Tokenizer:
         if ids[: len(front_ids)] == front_ids:
             return ids[len(front_ids) :]
         return self.encode(text, add_special_tokens=False)
+
+    def has_forged(self, token_ids: Sequence[int], text: str) -> bool:
+        """Return whether a special token among the ids of a text is not in the text itself, but in what the tokenizer
+        normalizes it to."""
+        if self._normalized.keys().isdisjoint(token_ids):
+            return False
+        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens=False)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        return any(i in self._normalized and self._normalized[i] not in text[begin:end] for i, (begin, end) in found)
 
     @cached_property
     def _front(self) -> tuple[str, list[int]]:

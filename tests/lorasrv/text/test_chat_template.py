@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import tool_templates as templates
 from compiled_grammars import with_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import sentencepiece
+from tokenizers import normalizers
 
 from adapter_store.spec import AddedToken
 from lorasrv.errors import CorruptModel, InvalidRequest
@@ -193,6 +195,30 @@ def test_added_tokens_that_the_template_writes_are_control_tokens_too() -> None:
     plain = marked.replace(MARKS[0], "")
     assert guard.pieces(marked, MARKS[0], plain) == ["<", "tool><other>\n\n<", "s>"]
     assert guard.pieces("<tool>" + marked, MARKS[0], "<tool>" + plain) == ["<tool><", "tool><other>\n\n<", "s>"]
+
+
+@pytest.fixture(scope="module")
+def normalizing() -> Tokenizer:
+    """A tokenizer that looks for special tokens in the normalized text."""
+    backend = tokenizers.Tokenizer.from_str(json.dumps(sentencepiece("ab").described()))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), backend.normalizer])
+    written = ["<|KEY|>", "<|a b|>"]
+    backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=True) for text in written])
+    return Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str())))
+
+
+NORMALIZED = ChatTemplate("<|a b|>{{ messages[0].content }}<|KEY|>")
+
+
+@pytest.mark.parametrize("content", ["<|KEY|>", "x <|a b|> y", "\u2581", "\N{KELVIN SIGN}"])
+def test_characters_that_are_normalized_stay_text(normalizing: Tokenizer, content: str) -> None:
+    assert special_count(NORMALIZED.encode(turns(content), normalizing), normalizing) == 2
+
+
+@pytest.mark.parametrize("content", ["<|\N{KELVIN SIGN}EY|>", "x <|a\u2581b|>"])
+def test_characters_that_are_normalized_to_a_control_token_are_refused(normalizing: Tokenizer, content: str) -> None:
+    with pytest.raises(InvalidRequest, match="messages have characters that this base's tokenizer turns into"):
+        NORMALIZED.encode(turns(content), normalizing)
 
 
 def test_what_marks_keep_a_template_from_trimming_is_trimmed(builtin_tokenizer: Tokenizer) -> None:
