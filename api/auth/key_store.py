@@ -250,32 +250,45 @@ class KeyStore:
     def exported(self) -> list[dict[str, Any]]:
         """Return all keys as plain JSON values, with the digests of their secrets, for the followers of this store."""
         with _errors(), self._reading():
-            secrets: dict[str, list[tuple[str, float | None]]] = {}
-            for name, digest, ends_s in self._db.execute("SELECT name, hex(sha256), ends_s FROM secrets ORDER BY 2"):
-                secrets.setdefault(name, []).append((digest, ends_s))
-            columns = ", ".join(_EXPORTED)
-            rows = self._db.execute(f"SELECT {columns} FROM keys ORDER BY name").fetchall()
-            named = (dict(zip(_EXPORTED, row, strict=True)) for row in rows)
-            return [{**key, "secrets": [list(one) for one in secrets.get(key["name"], [])]} for key in named]
+            return self._exported()
+
+    def _exported(self) -> list[dict[str, Any]]:
+        secrets: dict[str, list[tuple[str, float | None]]] = {}
+        for name, digest, ends_s in self._db.execute("SELECT name, hex(sha256), ends_s FROM secrets ORDER BY 2"):
+            secrets.setdefault(name, []).append((digest, ends_s))
+        columns = ", ".join(_EXPORTED)
+        rows = self._db.execute(f"SELECT {columns} FROM keys ORDER BY name").fetchall()
+        named = (dict(zip(_EXPORTED, row, strict=True)) for row in rows)
+        return [{**key, "secrets": [list(one) for one in secrets.get(key["name"], [])]} for key in named]
 
     def replace_all(self, keys: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all keys with these, in the form of `exported`; keep the times of their last use here.
+        """Replace all keys with these, in the form of `exported`, by writing only those that differ; keep the times of
+        their last use here.
 
         Raises:
             KeyError, TypeError, ValueError, ArithmeticError, StoreUnusable: a key is malformed; nothing changed.
         """
-        rows = [[key[column] for column in _EXPORTED] for key in keys]
-        secrets = [(bytes.fromhex(digest), key["name"], ends_s) for key in keys for digest, ends_s in key["secrets"]]
         with _errors(), self._transaction():
-            used_s = self._db.execute("SELECT last_used_s, name FROM keys WHERE last_used_s IS NOT NULL").fetchall()
-            self._db.execute("DELETE FROM secrets")
-            self._db.execute("DELETE FROM keys")
-            marks = ", ".join("?" * len(_EXPORTED))
-            self._db.executemany(f"INSERT INTO keys ({', '.join(_EXPORTED)}) VALUES ({marks})", rows)
+            gone = {key["name"]: key for key in self._exported()}
+            changed, old = [], []
+            for key in keys:
+                known = gone.pop(key["name"], None)
+                if known != key:
+                    changed.append(key)
+                    old += [] if known is None else [known]
+            digests = [(bytes.fromhex(digest),) for key in (*gone.values(), *old) for digest, _ in key["secrets"]]
+            self._db.executemany("DELETE FROM secrets WHERE sha256 = ?", digests)
+            self._db.executemany("DELETE FROM keys WHERE name = ?", [(name,) for name in gone])
+            marks, named = ", ".join("?" * len(_EXPORTED)), ", ".join(f"{name} = excluded.{name}" for name in _EXPORTED)
+            self._db.executemany(
+                f"INSERT INTO keys ({', '.join(_EXPORTED)}) VALUES ({marks}) ON CONFLICT (name) DO UPDATE SET {named}",
+                [[key[column] for column in _EXPORTED] for key in changed],
+            )
+            secrets = ((bytes.fromhex(hexed), key["name"], end) for key in changed for hexed, end in key["secrets"])
             self._db.executemany("INSERT INTO secrets VALUES (?, ?, ?)", secrets)
-            self._db.executemany("UPDATE keys SET last_used_s = ? WHERE name = ?", used_s)
-            # Check that all can be read: one malformed key would make all of them unreadable.
-            self.all()
+            # Check that they can be read: one malformed key would make all of them unreadable.
+            for key in changed:
+                self.get(key["name"])
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
         """Store the times of last use by key name."""

@@ -250,6 +250,9 @@ class TestKeyCache:
         assert (state(cache, second), len(reads)) == ("revoked", 3)
         keys.replace_all(exported)
         assert (state(cache, second), len(reads)) == ("active", 4)
+        number = keys.num_changes()
+        keys.replace_all(exported)
+        assert keys.num_changes() == number, "only keys that differ are written"
         keys.replace_all([])
         assert (state(cache, second), len(reads)) == (None, 5)
 
