@@ -97,12 +97,13 @@ def test_replicas_behind_an_edge_have_no_roles_of_their_own(monkeypatch: pytest.
         shape.parse({"role": "prefill", "cluster_secret": "of-one-cluster"})
 
 
-def test_what_can_be_known_before_ray_starts_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_known_before_ray_starts_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="--max-replicas 1 is less than --replicas 2"):
         local.check_options(settings(max_replicas=1))
+    monkeypatch.setattr(local, "bind", None)
     with pytest.raises(ModelNotFound):
-        local.check_options(settings(model="/nowhere"))
+        local.run(settings(model="/nowhere", store=tmp_path), lambda *_: None, lambda _: None)
 
 
 def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
