@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.registry.feed import is_followed
+from adapter_store.storage.root_lock import opening_errors
 from api import early_stop
 from api.app import create_app
 from api.asgi.draining_server import DrainingServer
@@ -229,7 +230,8 @@ def serve_on(
         origin = _origin(settings)
         store = opened.enter_context(open_store(settings, origin))
         # Created now, so that a disk without room for it is reported before the model is loaded.
-        KeyStore(store.root).close()
+        with opening_errors(store.root):
+            KeyStore(store.root).close()
         if origin is not None:
             progress("following the registry", 0.0)
             first_page(store, RegistryClient(origin, settings.read_registry_key()))

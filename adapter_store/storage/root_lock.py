@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from adapter_store.errors import StoreLocked, StoreUnusable
+from adapter_store.errors import StoreFull, StoreLocked, StoreUnusable
 from adapter_store.storage.blobs import disk_errors, fsync_directory
 
 LOCKS = Path("/proc/locks")
@@ -20,6 +20,8 @@ def opening_errors(root: Path) -> Iterator[None]:
             yield
     except StoreUnusable as error:
         raise StoreUnusable(f"store {root} cannot be used: {error}") from error
+    except StoreFull as error:
+        raise StoreFull(f"store {root}: {error}") from error
 
 
 def lock_root(root: Path) -> int:

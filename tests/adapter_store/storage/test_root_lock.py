@@ -1,5 +1,6 @@
 """One server at a time has a store open."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from store_kit import BASE
 
-from adapter_store.errors import StoreLocked, StoreUnusable
+from adapter_store.errors import StoreFull, StoreLocked, StoreUnusable
+from adapter_store.storage.root_lock import opening_errors
 from adapter_store.store import AdapterStore
 
 
@@ -57,3 +59,8 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
     (damaged / "index.sqlite3").write_bytes(b"not a database" * 100)
     with pytest.raises(StoreUnusable, match="not a database"):
         AdapterStore(damaged, BASE)
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreFull, match=f"^store {tmp_path}: no room on the store's disk"), opening_errors(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -152,6 +152,7 @@ def test_a_store_that_cannot_hold_keys_is_refused_before_the_model_is_loaded(sta
     (tmp_path / "store" / "keys.db-wal").mkdir(parents=True)
     said = refused(start())
     assert [line for line in said if "loading the model" in line] == []
+    assert said[-1].startswith(f"lorasrv: store {tmp_path / 'store'} cannot be used: ")
     assert "keys.db" in said[-1]
 
 
