@@ -46,6 +46,10 @@ class ConstraintState(Protocol):
         """Return whether only the end of the answer may follow."""
 
     @property
+    def num_free(self) -> int:
+        """Return how many of the next tokens, whatever they are, it surely does not limit."""
+
+    @property
     def rest(self) -> "ConstraintState | None":
         """Return what limits the rest of the answer: this state, or what is left of it; None: nothing."""
 
@@ -224,10 +228,15 @@ class Request:
 
     @property
     def needs_text(self) -> bool:
-        """Return whether choosing its next token needs more than logits (the text so far), or returns more than the
-        token."""
-        is_plain = self.constraint_state is None and self.message.beams is None
+        """Return whether choosing the token after its next one needs more than logits (the next one, as part of the
+        text), or choosing a token returns more than the token."""
+        is_plain = self.limit_of(2) is None and self.message.beams is None
         return not (is_plain and self.sampling.takes_logits_alone)
+
+    def limit_of(self, num_next: int) -> ConstraintState | None:
+        """Return what may limit any of the next `num_next` tokens after the pending ones; None: nothing does."""
+        state = self.constraint_state
+        return None if state is None or state.num_free >= self.num_pending_tokens + num_next else state
 
     def follow_constraint(self, token_id: int) -> None:
         """Advance the constraint by a token of the answer, and drop what limits nothing any more."""

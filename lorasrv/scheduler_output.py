@@ -248,7 +248,7 @@ class ScheduledRequest:
             sampling=sampling,
             num_generated=expected - request.num_prompt_tokens,
             history=history,
-            constraint=request.constraint_state,
+            constraint=request.limit_of(1 + len(drafts.token_ids)),
             prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
             account=request.account,
             drafts=drafts,

@@ -91,6 +91,10 @@ class BudgetState:
         return self._grammar is not None and self._grammar.is_over
 
     @property
+    def num_free(self) -> int:
+        return max(0, self._num_left) + self._may_begin if self._grammar is None else 0
+
+    @property
     def rest(self) -> ConstraintState | None:
         return self if self._may_begin or self._is_within else self._grammar
 

@@ -223,6 +223,10 @@ class GrammarState:
         return self.error is None and self._matcher.is_stopped()
 
     @property
+    def num_free(self) -> int:
+        return 0
+
+    @property
     def rest(self) -> "GrammarState":
         return self
 

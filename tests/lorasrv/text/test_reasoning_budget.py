@@ -89,9 +89,13 @@ def test_the_end_is_forced_where_the_budget_is_used_up(
 ) -> None:
     budget = budget_of(TOKENIZERS[name], num_tokens, is_open=is_open)
     drafts = [token for bit in drafted for token in budget.tokenizer.encode_behind(bit)]
-    state, ids = budget.begin(), list[int]()
+    state, ids, free = budget.begin(), list[int](), 0
     for token in (token for bit in wanted for token in budget.tokenizer.encode_behind(bit)):
         must = forced(budget, ids)
+        assert must is None or len(ids) >= free
+        if (first := num_in_front(budget, ids)) is not None and state.rest is state:
+            assert len(ids) + state.num_free == max(len(ids), first + num_tokens), "the number is exact"
+        free = max(free, len(ids) + state.num_free)
         assert only(state) == must
         assert state.forced()[:1] == ([] if must is None else [must])
         follows = [forced(budget, ids + drafts[:at]) in (None, draft) for at, draft in enumerate(drafts)]

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from any_asks import MARKERS
 from clock import Clock
 from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from fake_gpu import FakeGpu
@@ -32,8 +33,8 @@ from lorasrv.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from lorasrv.speculation.drafter import DraftQuery
 from lorasrv.speculation.drafters import make_drafters
 from lorasrv.speculation_params import SpeculationParams
-from lorasrv.text.reasoning import Markers
 from lorasrv.text.reasoning_budget import ReasoningBudget
+from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.executor import StepHandle
 from sgmv_kernels.cpu_runtime import launch, team
 
@@ -101,7 +102,7 @@ def late(late_engine: Drafted) -> LateExecutor | LaunchedAtOnce | ThreadedAtOnce
     return late_engine.late
 
 
-def _asks(rng: random.Random) -> list[Ask]:
+def _asks(rng: random.Random, tokenizer: Tokenizer) -> list[Ask]:
     asks = []
     for _ in range(rng.randrange(1, 6)):
         ids = tuple(rng.sample(range(VOCAB), 20)) if rng.random() < 0.3 else ()
@@ -119,6 +120,12 @@ def _asks(rng: random.Random) -> list[Ask]:
         prompt = LONG[: rng.choice([1, 16, 40, 190])]
         aborts = rng.randrange(1, 9) if rng.random() < 0.1 else None
         asks.append(Ask(prompt, sampling, rng.choice(NAMES), rng.choice([1, 1, 3]), abort_after=aborts))
+        own = random.Random(sampling.seed)
+        if own.random() < 0.4:
+            begun, limit = own.random() < 0.7, own.choice([0, 1, 2, 3, 7])
+            budget = ReasoningBudget(own.choice(MARKERS), begun, limit, tokenizer, PLAIN_TEXT)
+            plain = replace(sampling, max_tokens=30, frequency_penalty=0.0, logprobs=None, prompt_logprobs=None)
+            asks[-1] = replace(asks[-1], sampling=plain, constraint=budget)
     return asks
 
 
@@ -144,7 +151,7 @@ def test_answers_are_the_same(
 ) -> None:
     rng = random.Random(name or "no drafts")
     for _ in range(8):
-        _agree(plain_engine, late_engine, _asks(rng), None if name is None else SCRIPTS[name])
+        _agree(plain_engine, late_engine, _asks(rng, plain_engine.tokenizer), None if name is None else SCRIPTS[name])
     assert late.most_under_way == 2
 
 
@@ -156,9 +163,10 @@ def test_preempted_ones_too(
     options = {"pages": 40, "adapter_floor": 0.0, "preemption_mode": preemption, "max_num_batched_tokens": 64}
     with closing(Drafted(model, library, late=late, drafters=None if drafts else [], **options)) as tight:
         expect_short_answers(tight.scheduler.predictor)
+        budget = ReasoningBudget(MARKERS[0], True, 60, tight.tokenizer, PLAIN_TEXT)
         asks = [
-            Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
-            for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
+            Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter, 2, limit)
+            for t, adapter, limit in ((0.0, None, None), (0.9, None, budget), (0.0, "one", budget), (1.0, "two", None))
         ]
         for script in (None, mixed):
             before = tight.engine.metrics.stats().preemptions_total
@@ -306,9 +314,11 @@ class TestDefaults:
         assert under_way == [1] * GREEDY.max_tokens + [0]
         assert not any(counts.drafted for counts in default_engine.scheduler.speculator.accounts.by_drafter.values())
 
-    def test_an_answer_behind_its_reasoning_is_planned_ahead_too(self, default_engine: Drafted) -> None:
+    def test_reasoning_is_planned_ahead_until_its_end_is_forced_and_so_is_the_answer_behind_it(
+        self, default_engine: Drafted
+    ) -> None:
         engine = default_engine.engine
-        budget = ReasoningBudget(Markers("<think>", "</think>"), True, 4, default_engine.tokenizer, PLAIN_TEXT)
+        budget = ReasoningBudget(MARKERS[0], True, 6, default_engine.tokenizer, PLAIN_TEXT)
         [[message]] = default_engine.messages([Ask(PROMPT, GREEDY, constraint=budget)], "behind")
         engine.add_request(message)
         under_way = list[int]()
@@ -316,6 +326,7 @@ class TestDefaults:
             while engine.has_requests:
                 engine.step()
                 under_way.append(len(engine._in_flight))
+        assert under_way[: budget.num_tokens] == [1] * (budget.num_tokens - 1) + [0]
         of_answer = GREEDY.max_tokens - budget.num_tokens - len(budget.end_ids)
         assert under_way[-of_answer:] == [1] * (of_answer - 1) + [0]
 
