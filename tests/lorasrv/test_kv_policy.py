@@ -45,9 +45,11 @@ def test_rows_of_a_piece_see_the_same_pages(sink: int, recent: int, start: int, 
             assert (position < policy.num_full_rows) == (not policy.hole(position))
 
 
-def test_what_transformers_says_with_the_same_mask(model: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.long) for f in ("granite", "olmo2"))])
+def test_what_transformers_says_with_the_same_mask(tiny_hf_checkpoints: dict[str, TinyCheckpoint], family: str) -> None:
     from transformers import AutoModelForCausalLM
 
+    model = tiny_hf_checkpoints[family]()
     prompts = [list(LONG[:200]), list(LONG[100:170]), list(LONG[:30])]
     with offline_engine(model, max_num_seqs=16, max_num_batched_tokens=48) as llm:
         answers = llm.generate(prompts, GREEDY, kv_policy=WINDOW)
