@@ -41,6 +41,7 @@ PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
 FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
 ROUNDED = {"quantization": "int8", "dtype": "bfloat16"}
+FOUR_BITS = {"quantization": "int4", "dtype": "float32"}
 EVERYTHING = {"use_dora": True, "bias": "lora_only", "modules_to_save": ["norm"], "use_rslora": True}
 HEAD_COPY = {
     "target_modules": ["q_proj", "v_proj"],
@@ -354,7 +355,7 @@ class TestWrong:
         assert verdict.outcome == ComparisonOutcome.DIFFERS
         assert "o_proj" in str(verdict.reasons)
 
-    @pytest.mark.parametrize("options", [EXACT, long(ROUNDED)], ids=["float32", "int8-bf16"])
+    @pytest.mark.parametrize("options", [EXACT, long(ROUNDED), long(FOUR_BITS)], ids=["float32", "int8-bf16", "int4"])
     @pytest.mark.parametrize(
         ("family", "end", "kind"),
         [
