@@ -54,8 +54,8 @@ class Markers:
         rules = (
             f"start: {start}" if is_open else f"start: {ANSWER} | {start}",
             f"reasoning: opening{'?' if is_open else ''} thought",
-            *lark_up_to("opening", "BLANK", self.begin, tokenizer),
-            *lark_up_to("thought", "TEXT", self.end, tokenizer),
+            *lark_up_to("opening", "BLANK", tokenizer, self.begin),
+            *lark_up_to("thought", "TEXT", tokenizer, self.end),
             f"BLANK: /{WHITE}{{0,2}}/",
             r"BREAKS: /\n{1,2}/",
             r"TEXT: /(.|\n)*/",

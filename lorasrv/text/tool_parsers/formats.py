@@ -48,6 +48,8 @@ class ToolFormat:
     # Brackets around the list of calls.
     list_of: tuple[str, str] = ("", "")
     forces_marker: bool = False
+    # Another text that models begin calls with where they choose to call.
+    other_marker: str = ""
     # Length of call ids in templates that check it; 0: any.
     id_chars: int = 0
 
@@ -59,7 +61,7 @@ class ToolFormat:
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the special tokens that the reader must see, which are not written as text by default: the marker and
         what ends a call."""
-        return special((self.marker, self.around[1].strip(), *(self.between_parts or ())), tokenizer)
+        return special((self.marker, self.other_marker, self.around[1].strip(), *(self.between_parts or ())), tokenizer)
 
     def grammar(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
         """Build the grammar of one or more calls of these tools and nothing else, with arguments that match their
@@ -93,8 +95,8 @@ class ToolFormat:
         rules = [
             f"start: {self.unforced}",
             f"marker: {_term(self.marker, tokenizer)}",
-            *lark_up_to("head", "TEXT", self.marker, tokenizer),
-            *lark_up_to("marked", "BLANK", self.marker, tokenizer),
+            *lark_up_to("head", "TEXT", tokenizer, self.marker, self.other_marker),
+            *lark_up_to("marked", "BLANK", tokenizer, self.marker),
             "first: BLANK | marked",
             r"TEXT: /(.|\n)*/",
             f"BLANK: /{WHITE}*/",
@@ -191,7 +193,7 @@ MISTRAL_13 = ToolFormat(
     id_chars=9,
 )
 MISTRAL_11 = replace(MISTRAL_13, name="mistral-11", between_parts=(CALL_ID, ARGS))
-GRANITE = replace(MISTRAL, name="granite", marker=GRANITE_MARKER, reader=GraniteReader, id_chars=0)
+GRANITE = replace(MISTRAL, name="granite", marker=GRANITE_MARKER, other_marker=OPEN, reader=GraniteReader, id_chars=0)
 LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | first call")
 
 _VALUE = "Ex4mple"
@@ -253,13 +255,13 @@ def _term(text: str, tokenizer: Tokenizer) -> str:
     return f"<[{next(iter(shown))}]>" if shown else _quoted(text)
 
 
-def lark_up_to(name: str, before: str, marker: str, tokenizer: Tokenizer) -> Iterator[str]:
+def lark_up_to(name: str, before: str, tokenizer: Tokenizer, *markers: str) -> Iterator[str]:
     """Yield the Lark rules of the text `before` a marker and the marker, as a special token or spelled by text. A
-    marker that is spelled ends the text at once, as for a reader.
+    marker that is spelled ends the text at once, as for a reader. Empty markers are left out.
     """
-    tokens = "".join(f" | {before} <[{token}]>" for token in special((marker,), tokenizer))
+    tokens = "".join(f" | {before} <[{token}]>" for token in sorted(special(markers, tokenizer)))
     yield f"{name}: {name}_spelled{tokens}"
-    yield f"{name}_spelled[lazy]: {before} {_quoted(marker)}"
+    yield f"{name}_spelled[lazy]: " + " | ".join(f"{before} {_quoted(marker)}" for marker in markers if marker)
 
 
 def _quoted(text: str) -> str:

@@ -2,8 +2,9 @@
 
 Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, its later models with one or more
 `[TOOL_CALLS]NAME[ARGS]{...}`, some with `[CALL_ID]ID` after the name. Granite 3 writes Mistral's list behind a marker
-of its own. Llama's whole answer is `{"name": ..., "parameters": {...}}`, optionally preceded by `<|python_tag|>`.
-Hermes and Qwen put each call between tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+of its own, Granite 3.1 behind `<tool_call>`, whatever its template says. Llama's whole answer is
+`{"name": ..., "parameters": {...}}`, optionally preceded by `<|python_tag|>`. Hermes and Qwen put each call between
+tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import json
@@ -16,17 +17,19 @@ from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_
 
 MISTRAL_MARKER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 LLAMA_MARKER, GRANITE_MARKER = "<|python_tag|>", "<|tool_call|>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _list_behind(marker: str) -> re.Pattern[str]:
-    """Return a pattern of what precedes a call in a list: the marker and a bracket, or a comma."""
-    return re.compile(rf"\s*(?:{re.escape(marker)}\s*\[|,)")
+def _list_behind(*markers: str) -> re.Pattern[str]:
+    """Return a pattern of what precedes a call in a list: a marker and a bracket, or a comma."""
+    return re.compile(rf"\s*(?:(?:{'|'.join(map(re.escape, markers))})\s*\[|,)")
 
 
 class MistralReader:
-    """Stream text until the marker, then hold the rest back until the answer ends."""
+    """Stream text until the first marker, then hold the rest back until the answer ends."""
 
-    marker, begin_of_list = MISTRAL_MARKER, _list_behind(MISTRAL_MARKER)
+    markers: Sequence[str] = (MISTRAL_MARKER,)
+    begin_of_list = _list_behind(*markers)
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -38,10 +41,10 @@ class MistralReader:
         self._text += text
         if self._is_calling:
             return []
-        at = self._text.find(self.marker)
-        self._is_calling = at >= 0
-        if not self._is_calling:
-            at = len(self._text) - possible_beginning(self._text, self.marker)
+        found = [at for marker in self.markers if (at := self._text.find(marker)) >= 0]
+        self._is_calling = bool(found)
+        held = max(possible_beginning(self._text, marker) for marker in self.markers)
+        at = min(found, default=len(self._text) - held)
         certain = self._text[:at].rstrip()
         self._text = self._text[len(certain) :]
         return [certain] if certain else []
@@ -59,9 +62,10 @@ class MistralReader:
 
 
 class GraniteReader(MistralReader):
-    """Read a list of calls behind Granite's marker."""
+    """Read a list of calls behind Granite's markers."""
 
-    marker, begin_of_list = GRANITE_MARKER, _list_behind(GRANITE_MARKER)
+    markers = GRANITE_MARKER, OPEN
+    begin_of_list = _list_behind(*markers)
 
 
 class MistralNamesReader(MistralReader):
@@ -70,9 +74,9 @@ class MistralNamesReader(MistralReader):
     def _call_at(self, text: str, at: int) -> "_Found | None":
         at = _behind_blanks(text, at)
         begin = text.find(ARGS, at)
-        if begin < 0 or not text.startswith(self.marker, at):
+        if begin < 0 or not text.startswith(MISTRAL_MARKER, at):
             return None
-        name = text[at + len(self.marker) : begin].partition(CALL_ID)[0].strip()
+        name = text[at + len(MISTRAL_MARKER) : begin].partition(CALL_ID)[0].strip()
         arguments, end = _value_at(text, begin + len(ARGS))
         return _found({"name": name, "arguments": arguments}, self._names, ("arguments",), end)
 
@@ -153,7 +157,6 @@ def _behind_blanks(text: str, at: int) -> int:
     return at
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SIGNS = re.compile(rf'"|{CLOSE}|\\(?!{CLOSE}).', re.DOTALL)
 """Quotes, closing tags and escapes, which show whether a closing tag is inside a JSON string."""
 

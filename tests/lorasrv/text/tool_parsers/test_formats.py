@@ -31,6 +31,7 @@ from lorasrv.text.tool_parsers.formats import (
     MISTRAL_13,
     ToolFormat,
 )
+from lorasrv.text.tool_parsers.parsers import OPEN
 
 NAMES = frozenset({"get_weather", "clock"})
 PARIS = ToolCall("get_weather", '{"city": "Paris"}')
@@ -98,6 +99,7 @@ ANSWERS = [
     (MISTRAL, f"[TOOL_CALLS][1, {P}]", [f"[TOOL_CALLS][1, {P}]"]),
     (MISTRAL, "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
     (GRANITE, f"Well. <|tool_call|>[{P}, {C}]", ["Well.", PARIS, CLOCK]),
+    (GRANITE, f"Well. <tool_call>[{P}, {C}]", ["Well.", PARIS, CLOCK]),
     (GRANITE, f"[TOOL_CALLS][{P}]", [f"[TOOL_CALLS][{P}]"]),
     (MISTRAL, f"[TOOL_CALLS][{P}] and text", [PARIS, " and text"]),
     (
@@ -155,7 +157,7 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
 @settings(max_examples=300, deadline=None)
 @given(
     words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", *'{}x \n[<"\\'])),
-    form=st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_13]),
+    form=st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_13, GRANITE]),
 )
 def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
     assert "".join(read(form, words)) == "".join(words)
@@ -306,10 +308,10 @@ SPECIAL = replace(HERMES, marker="<|im_start|>", around=("<|im_start|>\n", "\n</
 NAMES_AFTER_TOKENS = replace(
     MISTRAL_11, marker="<|im_start|>", between="<|im_start|>", between_parts=("<jupyter_code>", "<jupyter_output>")
 )
-FREE = [HERMES, LLAMA, MISTRAL, SPECIAL, MISTRAL_13, NAMES_AFTER_TOKENS]
+FREE = [HERMES, LLAMA, MISTRAL, SPECIAL, MISTRAL_13, NAMES_AFTER_TOKENS, GRANITE]
 
 
-@pytest.mark.parametrize("form", FREE, ids=["hermes", "llama", "mistral", "special", "mistral-13", "tokens"])
+@pytest.mark.parametrize("form", FREE, ids=["hermes", "llama", "mistral", "special", "mistral-13", "tokens", "granite"])
 async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     form: ToolFormat, builtin_tokenizer: Tokenizer
 ) -> None:
@@ -341,6 +343,8 @@ async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     if form in (HERMES, SPECIAL):
         texts += [f"{good}\n{other} and {good} so"]
         bad += [f"{good} and {bad[0]}"]
+    if form is GRANITE:
+        texts, bad = ([*given, *(text.replace(form.marker, OPEN) for text in given)] for given in (texts, bad))
     assert [text for text in texts if not allows(compiled, builtin_tokenizer, text)] == []
     assert [text for text in bad if allows(compiled, builtin_tokenizer, text)] == []
 
