@@ -11,11 +11,10 @@ from api.errors import ApiError, location_of
 from api.problem_texts import problem_text
 from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
+from lorasrv.text.reasoning import REASONING_NAMES
 from lorasrv.text.tool_parsers.base import Tool
 
 MAX_TOOLS = 128
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names under which chat templates read the reasoning of an earlier message."""
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

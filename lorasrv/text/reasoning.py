@@ -94,6 +94,8 @@ def detect_markers(template: str) -> Markers | None:
     return next((known for known in _KNOWN if known.begin in template or known.end in template), None)
 
 
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names under which chat templates read the reasoning of an earlier message."""
 _THOUGHT = "Th1nk"
 REASONING_EXAMPLE: Sequence[Mapping[str, Any]] = (
     {"role": "user", "content": "?"},
@@ -109,11 +111,12 @@ def reads_parts(template: str, written: str) -> bool:
 
 
 def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its reasoning as a part of its content."""
+    """Return a message with its reasoning as a part of its content, where alone templates then write it."""
     if not (reasoning := message.get("reasoning_content")):
         return message
     parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": message["content"]}]
-    return {**message, "content": parts}
+    others = {name: value for name, value in message.items() if name not in REASONING_NAMES}
+    return {**others, "content": parts}
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,6 +310,8 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content(builtin_t
 def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_so() -> None:
     chat = [*turns("?"), {"role": "assistant", "content": "Hi.", "reasoning_content": "hm"}]
     assert ChatTemplate(templates.MAGISTRAL).render(chat) == "[INST]?[/INST][THINK]hm[/THINK]Hi."
+    reads_both = templates.MAGISTRAL + "{{ messages[1].reasoning_content }}"
+    assert ChatTemplate(reads_both).render(chat) == "[INST]?[/INST][THINK]hm[/THINK]Hi.", "not twice"
     assert ChatTemplate("[THINK]{{ messages[1].content }}").render(chat) == "[THINK]Hi."
 
 
