@@ -52,3 +52,4 @@ async def test_a_prompt_that_begins_with_all_its_pages_uses_them(
     prompt = plan_chat(body, served, applied).prompt
     assert (tuple(prompt[: len(known.token_ids)]) == known.token_ids) == (turn == "Hello" and is_shared)
     assert await prefixes.of_prompt(applied, prompt) == (known.prefix if is_shared else None)
+    assert await prefixes.of_prompt(applied, [*prompt[:15], prompt[15] + 1, *prompt[16:]]) is None

@@ -304,6 +304,8 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content(builtin_t
     with_two = ChatTemplate(templates.PLAIN, tool_template=templates.HERMES)
     assert f"assistant:See.\n<tool_call>\n{json_call}\n</tool_call>\n" in with_two.render(chat)
     assert with_two.render(chat, **offered) == ChatTemplate(templates.HERMES).render(chat, **offered)
+    its_own = ChatTemplate(templates.MISTRAL_IDS).render(chat, **offered)
+    assert its_own.count("[CALL_ID]c[ARGS]") == 2, "a template that knows calls writes them itself, with ids"
     assert "clock" not in ChatTemplate(templates.PLAIN).render(chat), "there is no format to write it in"
 
 
