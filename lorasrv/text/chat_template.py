@@ -196,7 +196,11 @@ _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
     | {"raise_exception", "strftime_now", "chat_template", "tokenize", "tokenizer", "continue_final_message", "check"}
 )
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_TEMPLATE_FAULTS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    # A global of Jinja that is called wrongly; a text that is made too long.
+    *(RuntimeError, MemoryError),
+)
 
 
 class ChatTemplate:
@@ -416,9 +420,11 @@ class _Template:
         try:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             self._compiled = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as e:
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as e:
+            # The last two come from Python's compiler: a break outside of a loop, brackets nested too deeply.
+            what = f"{e.message} in line {e.lineno}" if isinstance(e, jinja2.TemplateSyntaxError) else str(e)
             with naming_file(file):
-                raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
+                raise CorruptModel(f"the chat template is not valid Jinja: {what}") from None
         # A conversation with a call; None: the template refuses it.
         self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL] if "tools" in self.variables else None)
         self.leaves_out_calls = self.written_call is not None and leaves_out_calls(self.written_call)

@@ -373,6 +373,8 @@ def test_text_parts_become_lines_and_messages_stay(template: ChatTemplate, built
         ("{{ 1 // 0 }}", "division"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "[Rr]ange"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "nested too deeply"),
+        ("{{ cycler() }}", "at least one item"),
+        ("{{ messages[0].content * 10 ** 18 }}", "MemoryError"),
     ],
 )
 def test_what_templates_refuse_is_the_messages_fault(source: str, reason: str) -> None:
@@ -381,9 +383,18 @@ def test_what_templates_refuse_is_the_messages_fault(source: str, reason: str) -
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_is_not_jinja() -> None:
-    with pytest.raises(CorruptModel, match=r"not valid Jinja: .* in line 2"):
-        ChatTemplate("\n{% for %}")
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("\n{% for %}", ".* in line 2"),
+        ("{% break %}", "'break' outside loop"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "maximum recursion depth"),
+    ],
+    ids=["for", "break", "brackets"],
+)
+def test_a_template_that_is_not_jinja(source: str, reason: str) -> None:
+    with pytest.raises(CorruptModel, match=f"not valid Jinja: {reason}"):
+        ChatTemplate(source)
 
 
 def test_no_template() -> None:
