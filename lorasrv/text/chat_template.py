@@ -426,7 +426,7 @@ class _Template:
             with naming_file(file):
                 raise CorruptModel(f"the chat template is not valid Jinja: {what}") from None
         # A conversation with a call; None: the template refuses it.
-        self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL] if "tools" in self.variables else None)
+        self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL])
         self.leaves_out_calls = self.written_call is not None and leaves_out_calls(self.written_call)
         # Whether reasoning is a part of the content.
         self.reads_parts = reads_parts(source, self._example(REASONING_EXAMPLE) or "")
