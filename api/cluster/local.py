@@ -77,10 +77,8 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
         OSError.
     """
     started = time.monotonic()
-    check_options(settings)
     check_guarded(settings)
-    # Otherwise a base that is not there would be told only after Ray and several replicas have been started.
-    read_model_shape(settings.model)
+    check_options(settings)
     out, interruption = sys.stdout, Interruption()
     interruption.install()
     progress = interruption.checking(progress)
@@ -112,16 +110,19 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
 
 
 def check_options(settings: ServerSettings) -> None:
-    """Refuse options that replicas do not support.
+    """Refuse options that replicas do not support, and a base that is not there or not supported, before Ray starts. A
+    base of the hub is downloaded, once for all replicas.
 
     Raises:
-        ConfigError.
+        ConfigError, ModelError.
     """
     if find_spec("ray") is None or find_spec("cryptography") is None:
         raise ConfigError(f"--replicas needs Ray, which is not installed: {to_install('cluster')}")
     if settings.profile is not None:
         raise ConfigError("--profile is of one server; leave --replicas out to profile it")
     settings.check_replicated()
+    if settings.load_format != "dummy":
+        read_model_shape(settings.model, download=True)
 
 
 def free_port() -> int:

@@ -108,16 +108,17 @@ def _reading(model: str) -> Iterator[None]:
         raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
 
 
-def read_model_shape(model: str) -> ModelShape:
+def read_model_shape(model: str, *, download: bool = False) -> ModelShape:
     """Return the shape of a base model, without checking that its weights exist.
 
     Args:
         model: as `open_checkpoint` takes it.
+        download: as for `locate`.
     Raises:
         ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
     """
     with _reading(model):
-        path, name = locate(model, download=False)
+        path, name = locate(model, download=download)
         if path.is_dir():
             return ModelShape(read_spec(path), name or path.resolve().name)
         return ModelShape(_gguf_spec(path), name or path.stem)

@@ -97,13 +97,26 @@ def test_replicas_behind_an_edge_have_no_roles_of_their_own(monkeypatch: pytest.
         shape.parse({"role": "prefill", "cluster_secret": "of-one-cluster"})
 
 
-def test_what_can_be_known_before_ray_starts_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_known_before_ray_starts_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="--max-replicas 1 is less than --replicas 2"):
         local.check_options(settings(max_replicas=1))
-    monkeypatch.setattr(local, "bind", None)
     with pytest.raises(ModelNotFound):
-        local.run(settings(model="/nowhere", store=tmp_path), lambda *_: None, lambda _: None)
+        local.check_options(settings(model="/nowhere"))
+    local.check_options(settings(model="llama-3-8b", load_format="dummy"))
+
+
+def test_a_model_of_the_hub_is_downloaded_before_ray_starts(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: object())
+    has_downloaded = []
+
+    def download(repo: str, *, local_files_only: bool, **_: object) -> str:
+        has_downloaded.append(not local_files_only)
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    local.check_options(settings(model="hf:org/before-ray"))
+    assert has_downloaded == [True]
 
 
 def test_memory_is_divided_unless_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
