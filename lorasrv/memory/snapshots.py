@@ -265,15 +265,17 @@ class SnapshotManager:
 
     def on_saved(self, name: SnapshotName, nbytes: int, removed: Sequence[SnapshotName]) -> None:
         """Note that a snapshot is on the disk, and that others were removed for it."""
-        self._saving.discard(name)
-        self._stored[name] = nbytes
+        if name in self._saving:  # else its version was deleted as soon as it was written
+            self._saving.remove(name)
+            self._stored[name] = nbytes
         self._uses.pop(name, None)
         for other in removed:
             self._stored.pop(other, None)
         self.counters.made += 1
 
     def on_removed(self, name: SnapshotName) -> None:
-        """Note that a snapshot was removed with its version."""
+        """Note that a snapshot was removed with its version, perhaps before it is noted as saved."""
+        self._saving.discard(name)
         self._stored.pop(name, None)
 
     def on_save_failed(self, name: SnapshotName, reason: str) -> None:

@@ -174,7 +174,7 @@ class SnapshotLoader:
     def poll(self) -> list[SnapshotReport]:
         """Return the reports since the last call; never waits."""
         gone = self._files.take_removed() if self._files is not None else ()
-        reports: list[SnapshotReport] = []
+        reports: list[SnapshotReport] = [SnapshotRemoved(name) for name in gone]
         for _ in range(self._reports.qsize()):
             report, load, data = self._reports.get_nowait()
             if not load.is_wanted:
@@ -184,8 +184,7 @@ class SnapshotLoader:
             if self._loads.get(report.name) is load:
                 del self._loads[report.name]
             reports.append(report)
-        # Behind the report of its write: a version that is gone never comes back.
-        return [*reports, *map(SnapshotRemoved, gone)]
+        return reports
 
     def close(self) -> None:
         """Begin no more work; a copy or a save under way is finished."""

@@ -211,6 +211,21 @@ def test_one_that_cannot_be_kept_is_tried_less_and_less() -> None:
     assert tried == [3, 6, 12, 15]
 
 
+@pytest.mark.parametrize("is_saved_first", [True, False])
+def test_one_whose_version_is_deleted_as_soon_as_it_is_written_is_gone(*, is_saved_first: bool) -> None:
+    keeper = Keeper()
+    keeper.ask("first")
+    keeper.steps_until_idle()
+    keeper.snapshots.want(None, PREFIX, range(10, 10 + PROMPT))
+    [(file, _)] = keeper.step().snapshots.saves
+    # Two threads report this.
+    told = [lambda: keeper.snapshots.on_saved(file.name, 1000, ()), lambda: keeper.snapshots.on_removed(file.name)]
+    for tell in told if is_saved_first else reversed(told):
+        tell()
+    assert (keeper.snapshots.num_bytes, keeper.snapshots.is_coming(file.name)) == (0, False)
+    keeper.scheduler.check_integrity()
+
+
 def test_one_is_written_at_a_time() -> None:
     keeper = Keeper()
     for prefix in (PREFIX, ZOE):

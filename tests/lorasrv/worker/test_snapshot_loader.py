@@ -8,19 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapter_store.spec import AdapterId
-from adapter_store.storage.snapshots import SnapshotFiles, SnapshotName, digest_of, owner_of
+from adapter_store.storage.snapshots import SnapshotFiles, SnapshotName, digest_of
 from lorasrv.scheduler_output import SnapshotFile, SnapshotOrders
-from lorasrv.worker.snapshot_loader import (
-    SnapshotFailed,
-    SnapshotLoader,
-    SnapshotRemoved,
-    SnapshotReport,
-    SnapshotSaved,
-)
+from lorasrv.worker.snapshot_loader import SnapshotFailed, SnapshotLoader, SnapshotReport, SnapshotSaved
 
 FACTS = {"pages": 3}
-FILE = SnapshotFile(SnapshotName(owner_of("mia", 1), digest_of(FACTS)), FACTS, 3)
+FILE = SnapshotFile(SnapshotName("mia.1", digest_of(FACTS)), FACTS, 3)
 PAGE_BYTES = 64
 Make = Callable[..., SnapshotLoader]
 
@@ -35,7 +28,7 @@ def make(tmp_path: Path, ready: threading.Semaphore) -> Iterator[Make]:
     made = []
 
     def make(read: Callable[[tuple[int, ...]], Tensor], timeout_s: float | None = None) -> SnapshotLoader:
-        files = SnapshotFiles(tmp_path, lambda: {FILE.name.owner})
+        files = SnapshotFiles(tmp_path, lambda: {"mia.1"})
         made.append(SnapshotLoader(files, PAGE_BYTES, 1 << 20, read, lambda *_: None, ready.release, timeout_s))
         return made[-1]
 
@@ -63,17 +56,6 @@ def test_pages_that_cannot_be_read_are_reported(make: Make, ready: threading.Sem
     assert reports(loader, ready) == [SnapshotFailed(FILE.name, "memory", "MemoryError", is_save=True)]
     loader.send(SnapshotOrders(saves=((FILE, (0, 1, 2)),)))
     assert [type(report) for report in reports(loader, ready)] == [SnapshotSaved]
-
-
-def test_one_that_is_removed_as_soon_as_it_is_written_is_reported_in_this_order(
-    make: Make, ready: threading.Semaphore
-) -> None:
-    loader = make(lambda _: torch.zeros(3, PAGE_BYTES, dtype=torch.uint8))
-    loader.send(SnapshotOrders(saves=((FILE, (0, 1, 2)),)))
-    assert ready.acquire(timeout=60)
-    assert loader._files is not None
-    loader._files.remove_versions(AdapterId("mia"), frozenset({1}))
-    assert [type(report) for report in loader.poll()] == [SnapshotSaved, SnapshotRemoved]
 
 
 def test_reads_that_wait_for_a_hung_disk_are_given_up_with_it(
