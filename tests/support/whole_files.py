@@ -189,9 +189,10 @@ GgufTensor = tuple[str, npt.NDArray[np.float32]]
 def write_gguf_file(file: Path, target: Path, kind: str) -> Path:
     """Write a GGUF file of the model, `file`, as one of `GGUF_FILES`, or random weights as `LARGER`."""
     reader = gguf.GGUFReader(file)
-    kinds, fields, tensors = GGUF_FILES.get(kind, {"": "Q4_1"}), {}, _stored_tensors(reader)
     if kind == LARGER:
-        fields, tensors = LARGER_FIELDS, _larger_tensors(reader)
+        kinds, fields, tensors = {"": "Q4_1"}, LARGER_FIELDS, _larger_tensors(reader)
+    else:
+        kinds, fields, tensors = GGUF_FILES[kind], {}, _stored_tensors(reader)
     writer = gguf.GGUFWriter(target, "llama")
     for name, entry in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
