@@ -174,7 +174,8 @@ def _home(store: Path) -> Iterator[Path]:
         else:
             home.mkdir(mode=0o700)
         try:
-            _check_room(home.resolve())
+            for folder in (store, home.resolve()):
+                _check_room(folder)
             yield home.resolve()
         finally:
             _remove(home)
@@ -182,14 +183,15 @@ def _home(store: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _check_room(home: Path) -> None:
-    """Check that Ray can write its files: on a full disk, the errors of its processes do not say why.
+def _check_room(folder: Path) -> None:
+    """Check that Ray and the replicas can write their files: on a full disk, the errors of Ray's processes do not say
+    why.
 
     Raises: StoreFull.
     """
-    if (free := shutil.disk_usage(home).free) < PROBE_BYTES:
+    if (free := shutil.disk_usage(folder).free) < PROBE_BYTES:
         raise StoreFull(
-            f"{size(free)} are free on the disk of {home}, and replicas need {size(PROBE_BYTES)}: free some space"
+            f"{size(free)} are free on the disk of {folder}, and replicas need {size(PROBE_BYTES)}: free some space"
         )
 
 

@@ -153,8 +153,14 @@ def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path, monkeyp
     assert list(store.iterdir()) == []
 
 
-def test_a_full_disk_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(16 << 20) - 1))
+@pytest.mark.parametrize("is_of_store", [True, False])
+def test_a_full_disk_is_told_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_of_store: bool
+) -> None:
+    monkeypatch.setattr(local, "MAX_HOME_CHARS", 0)  # Ray's files are elsewhere
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=(16 << 20) - ((path == tmp_path) is is_of_store))
+    )
     with (
         pytest.raises(StoreFull, match=r"are free on the disk of .*, and replicas need 16\.0 MiB"),
         local._home(tmp_path),
