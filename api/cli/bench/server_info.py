@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapter_store.registry.references import parse_reference
 from api.cli.bench.roofline import Work
 from api.client import Client, Refused, ServerUnreachable
 
@@ -74,8 +75,8 @@ def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | N
 
 def _adapter_weights(client: Client, name: str) -> int:
     """Count an adapter's weights; 0 if it has none of its own, or their dtype is unknown."""
-    # For a version (`mia@3`), use the id: sizes seldom differ.
-    report = client.adapter(name.partition("@")[0])["report"]
+    # For a version (`mia@3`) or an alias, use the id: sizes seldom differ.
+    report = client.adapter(parse_reference(name).adapter_id)["report"]
     itemsize = ITEM_BYTES.get(report["dtype"]) if report is not None else None
     return int(report["weights_bytes"]) // itemsize if itemsize else 0
 

@@ -245,5 +245,7 @@ def test_lorasrv_tells_what_its_model_costs(cli, server, make_adapter, monkeypat
     assert figures["mfu"] > 0
     assert figures["prompt_tokens_mean"] == pytest.approx(64, rel=0.2)
     server.http.post("/v1/adapters", json={"id": "muse", "defaults": {"temperature": 0.5}}).raise_for_status()
-    [bare] = lines(cli("bench", "--url", server.url, "--models", "muse", *options))
-    assert (bare["figures"]["failed"], bare["figures"]["adapters"]) == (0, 1), "a persona without weights"
+    server.http.patch("/v1/adapters/mia", json={"aliases": {"prod": 1}}).raise_for_status()
+    for name in ("muse", "mia:prod"):  # a persona without weights, and an alias
+        [named] = lines(cli("bench", "--url", server.url, "--models", name, *options))
+        assert (named["figures"]["failed"], named["figures"]["adapters"]) == (0, 1)
