@@ -399,17 +399,21 @@ def test_a_request_that_is_throttled_while_its_adapter_loads_waits_once() -> Non
     assert "r" in bench.ends()
 
 
-def test_a_starved_request_that_its_rate_throttles_gives_up_its_place_in_the_same_step() -> None:
+@pytest.mark.parametrize(("short", "starved"), [(2, ["large"]), (8, ["large", "old"])], ids=["would be", "is"])
+def test_a_starved_request_that_its_rate_throttles_gives_up_its_place_in_the_same_step(
+    short: int, starved: list[str]
+) -> None:
     """Nothing would wake the engine for another step, in which a starved request ahead of it could have its pages."""
-    bench = scheduler("fcfs", slots=1, pages=10, max_wait_steps=3, adapter_limits=Limits(tokens_per_s=1000.0))
+    limits = Limits(tokens_per_s=1000.0, max_running=1)
+    bench = scheduler("fcfs", slots=1, pages=10, max_wait_steps=3, adapter_limits=limits)
     bench.add("old", prompt=12, max_tokens=20, adapter_id="mia")
     bench.step()
-    bench.add("short", max_tokens=8)
-    bench.add("large", prompt=28)
+    bench.add("short", max_tokens=short, adapter_id="short")
+    bench.add("large", prompt=28, adapter_id="large")
     while "short" not in bench.ends():
         bench.step()
     queue = bench.scheduler._queue
-    assert list(queue.starved) == ["large", "old"]
+    assert list(queue.starved) == starved
     assert [request.request_id for request in queue.running] == ["old"]
     bench.scheduler.quotas.charge(queue.running[0], 10_000)
     assert names(bench.step()) == ["large"]
