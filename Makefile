@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() + 1))")
 # Where this is set, every process compiles torch, transformers and the server anew: 3 s each, and tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-cluster demo test test-parts test-systems test-long test-aside test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
+.PHONY: setup setup-cluster demo test test-parts test-systems test-long test-aside test-cluster test-crash test-faults test-quality test-exhaustive test-clients test-browser test-published soak check bench bench-peers bench-kernels gpu gpu-fetch gpu-dry-run wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -103,6 +103,21 @@ test-browser: setup
 		tar -xzf build/browser/axe-core-4.14.1.tgz -C build/browser/axe-core --strip-components 1) || \
 		echo "axe-core could not be had: its rules are skipped"
 	PYTHONPATH=build/browser $(BIN)/python -m pytest -n 2 --dist worksteal tests/browser
+
+# Chat templates against transformers, and vocabularies against llama.cpp's test vectors, as far as the source package of
+# llama-cpp-python has them.
+PUBLISHED := build/published
+$(PUBLISHED)/.fetched: tests/published/requirements.txt | setup
+	@echo "downloading published chat templates and vocabularies (77 MB): llama-cpp-python's source package"
+	@rm -rf $(PUBLISHED)
+	@$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--require-hashes -d $(PUBLISHED) -r $< || (echo "not downloaded: test-published needs it, and a package index"; exit 1)
+	cd $(PUBLISHED) && tar -xzf *.tar.gz --strip-components 3 $$(basename *.tar.gz .tar.gz)/vendor/llama.cpp/models
+	@rm $(PUBLISHED)/*.tar.gz
+	@touch $@
+
+test-published: setup $(PUBLISHED)/.fetched
+	$(BIN)/python -m pytest -n $(WORKERS) tests/published
 
 check: setup
 	$(BIN)/ruff format --check .

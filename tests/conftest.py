@@ -26,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
     # Started in the background by a shell: what is interrupted in tests, and what they start, would never hear of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Of what `make test-published` downloads; collected only if named.
+collect_ignore = ["published"]
+
 TOLERANCES = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
