@@ -15,7 +15,8 @@ GUEST = 8
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Hold seconds since a fixed moment: of the clock, of the processors' work, and of this process's part of it."""
+    """Hold seconds since a fixed moment: of the clock, of the processors' work, and of the part of this process and the
+    ones that it has started and that have ended, such as those that compile kernels."""
 
     clock_s: float
     all_s: float
@@ -31,7 +32,7 @@ class ProcessorTimes:
             lines = []
         times = [list(map(int, line[1:][:GUEST])) for line in lines if line and line[0] in usable]
         ticks = sum(sum(spent) - sum(spent[IDLE]) for spent in times)
-        return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+        return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4]))
 
     def others(self, earlier: Self) -> float:
         """Return the share of these processors that other programs, or other virtual machines, have used since then."""

@@ -1,6 +1,8 @@
 """The share of other programs, from a file of the kernel's form."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,11 @@ def test_what_is_neither_idle_nor_own_is_others(tmp_path: Path, monkeypatch: pyt
     assert now.all_s * os.sysconf("SC_CLK_TCK") == pytest.approx(2 * 200)
     assert ProcessorTimes(20.0, 24.0, 9.0).others(ProcessorTimes(10.0, 4.0, 1.0)) == pytest.approx(12 / 20)
     assert ProcessorTimes(20.0, 4.0, 9.0).others(ProcessorTimes(10.0, 4.0, 1.0)) == 0.0
+
+
+def test_a_program_that_was_started_is_not_another_one() -> None:
+    before, ended = ProcessorTimes.now(), os.times()
+    while os.times().children_user == ended.children_user:
+        subprocess.run([sys.executable, "-c", "sum(range(1_000_000))"], check=True)
+    spent = os.times().children_user - ended.children_user
+    assert ProcessorTimes.now().own_s - before.own_s > 0.99 * spent
