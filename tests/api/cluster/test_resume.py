@@ -44,7 +44,7 @@ CALLS = {
     "stream": True,
 }
 BREAK = "\n"
-HERMES = templates.WRITES_CALLS + "{{ messages | tojson }}{{ tools | tojson }}"
+HERMES = templates.WRITES_CALLS + "<tool_call>{{ messages | tojson }}{{ tools | tojson }}"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy base": (COMPLETE, {"model": "tiny", "prompt": "The sea", **GREEDY}),
     "greedy adapter": (COMPLETE, {"model": "mia", "prompt": "The sea", **GREEDY}),

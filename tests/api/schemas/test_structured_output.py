@@ -1,7 +1,7 @@
 """Fields of structured output and tools on their way to the engine, and tool calls on their way back."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,12 @@ class Bytes:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte % 255 for byte in text.encode()]
+
+    def encode_behind(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def has_forged(self, token_ids: Sequence[int], text: str) -> bool:
+        return False
 
     def token(self, token_id: int) -> str | None:
         return chr(token_id) if 32 < token_id < 127 else None

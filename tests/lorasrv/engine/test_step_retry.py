@@ -453,7 +453,7 @@ class EveryThird:
 
     class State:
         error: str | None = None
-        is_over = False
+        is_over, num_free = False, 0
 
         def __init__(self, bits: list[npt.NDArray[np.uint8]]) -> None:
             self._bits = bits
