@@ -1,5 +1,6 @@
 """The wheel holds the four packages, all of their modules and data, and nothing else at the top level."""
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -16,7 +17,10 @@ PACKAGES = ("adapter_store", "api", "lorasrv", "sgmv_kernels")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    # Two processes of pytest-xdist may build: the checkout has one build folder.
+    with (ROOT / "pyproject.toml").open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        subprocess.run(command, check=True, capture_output=True, text=True)
     with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
         return set(wheel.namelist())
 
