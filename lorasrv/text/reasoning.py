@@ -114,7 +114,7 @@ def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its reasoning as a part of its content, where alone templates then write it."""
     if not (reasoning := message.get("reasoning_content")):
         return message
-    parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": message["content"]}]
+    parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": message.get("content") or ""}]
     others = {name: value for name, value in message.items() if name not in REASONING_NAMES}
     return {**others, "content": parts}
 

@@ -314,6 +314,8 @@ def test_reasoning_is_a_part_of_the_content_where_a_template_reads_it_so() -> No
     assert ChatTemplate(templates.MAGISTRAL).render(chat) == "[INST]?[/INST][THINK]hm[/THINK]Hi."
     reads_both = templates.MAGISTRAL + "{{ messages[1].reasoning_content }}"
     assert ChatTemplate(reads_both).render(chat) == "[INST]?[/INST][THINK]hm[/THINK]Hi.", "not twice"
+    silent = [chat[0], {"role": "assistant", "reasoning_content": "hm"}]
+    assert ChatTemplate(templates.MAGISTRAL).render(silent) == "[INST]?[/INST][THINK]hm[/THINK]", "without content"
     assert ChatTemplate("[THINK]{{ messages[1].content }}").render(chat) == "[THINK]Hi."
 
 
