@@ -79,15 +79,12 @@ class Tokenizer:
         self.bos_token_id = source.bos_token_id
         self.named_tokens: Mapping[str, str] = dict(source.special)
         self.all_special = source.all_special
-        self.added_tokens: Mapping[str, bool] = {
-            token.content: token.special for token in backend.get_added_tokens_decoder().values()
-        }
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens: Mapping[str, bool] = {token.content: token.special for token in added.values()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         # Those that are looked for in the normalized text.
         self._normalized = {
-            i: token.content
-            for i, token in backend.get_added_tokens_decoder().items()
-            if token.special and token.normalized and backend.normalizer is not None
+            i: added[i].content for i in self.special_ids if added[i].normalized and backend.normalizer is not None
         }
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.decoding = _decoding(backend)
