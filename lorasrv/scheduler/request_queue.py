@@ -146,7 +146,7 @@ class RequestQueue:
                 self.num_starved_total -= 1
                 self._wait_for_load(request)
             elif request.request_id not in self._waiting and (blocker := self._find_blocker(request)) is not None:
-                # A request that is starved, too, may be visited before it, and take its pages.
+                # Told now, because another starved request may be visited first, and take this one's pages.
                 self.mark_throttled(request, blocker)
         num_before = len(self._starved)
         for _ in range(min(MAX_CHECKED, len(self._by_wait))):
