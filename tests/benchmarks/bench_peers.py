@@ -16,8 +16,8 @@ times; the table has medians, and ratios of medians.
 
 With --file, all serve the built-in model as a file of another tool (a name of `whole_files`: AWQ; GPTQ, 4 bits; GGUF,
 Q4_K, ...), base rows only; llama.cpp reads the GGUF ones, vLLM the others. One of them is a larger model of random
-weights, whose answers repeat themselves: measure it with --serve-flags "--speculation off". Shares of the floor are of
-bf16 weights then for vLLM.
+weights, whose answers repeat themselves: measure it with --serve-flags "--speculation off"; it has adapters of its own.
+Shares of the floor are of bf16 weights then for vLLM.
 
 Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
 machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
@@ -51,7 +51,7 @@ from typing import Any, TextIO
 
 from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, arguments, lorasrv_server, table, versus
 from process_watch import held_by
-from whole_files import FILES, GGUF_FILES, LARGER, write_file, write_gguf_file
+from whole_files import FILES, GGUF_FILES, LARGER, LARGER_CONFIG, write_file, write_gguf_file
 
 from api.cli.bench import machine as probe
 from api.cli.bench.client import BenchClient, BenchRequest
@@ -133,16 +133,17 @@ def rows_of(text: str) -> tuple[Row, ...]:
     return tuple(known[key] for key in text.split(","))
 
 
-def peer_work(assets: Path, itemsize: int) -> Work:
-    """Return the cost of the base in `assets` and of its adapters, in floats of `itemsize` bytes."""
-    with closing(open_checkpoint(str(assets / "base"))) as checkpoint:
+def peer_work(assets: Path, itemsize: int, file: Path | None = None) -> Work:
+    """Return the cost of the base in `assets`, or of a quantized one in `file`, and of its adapters, in floats of
+    `itemsize` bytes."""
+    with closing(open_checkpoint(str(file or assets / "base"))) as checkpoint:
         spec = checkpoint.spec
     ops = operations(spec)
-    # The files are bf16; their headers are a few KB.
-    weights = (assets / "base" / "model.safetensors").stat().st_size // 2
+    # Files of floats are bf16; the headers of all are a few KB.
+    size = file.stat().st_size if file else (assets / "base" / "model.safetensors").stat().st_size // 2 * itemsize
     numbers = (assets / "adapters" / "a0000" / "adapter_model.safetensors").stat().st_size // 2
     return Work(
-        model_bytes=weights * itemsize,
+        model_bytes=size,
         kv_token_bytes=2 * spec.num_layers * spec.kv_width * itemsize,
         adapter_bytes=numbers * itemsize,
         token_ops=ops.token,
@@ -294,7 +295,7 @@ def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
                 client.warm(adapter)
     name = "vLLM" if peer.startswith("vllm") else "llama.cpp" if peer == "llama" else seen.name
     server = {**seen.to_dict(), "name": name, "start_s": round(served.start_s, 1)}
-    work = own or peer_work(run.a.assets, BF16_BYTES)
+    work = own or peer_work(run.a.assets, BF16_BYTES, run.a.written if run.a.file == LARGER else None)
     client_of = partial(LlamaClient, run.names) if peer == "llama" else BenchClient
     ruler: Ruler | None = None
     for row, prompt in run.cases(base_only=base_only):
@@ -386,6 +387,14 @@ def _llama_cpp(a: argparse.Namespace, adapters: int) -> list[str]:
     words += ["-c", LLAMA_CONTEXT * slots, "--lora-init-without-apply", *a.llama_flags.split()]
     files = [_gguf_adapter(a.llama, a.assets, folder) for folder in adapter_folders(adapters, a.assets)]
     return list(map(str, [*words, *(["--lora", ",".join(map(str, files))] if files else [])]))
+
+
+def larger_assets(assets: Path) -> Path:
+    """Return the folder of the larger model's adapters, which are made by its config alone."""
+    folder = assets / "larger"
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text(json.dumps(LARGER_CONFIG))
+    return folder
 
 
 def write_model(kind: str, folder: Path) -> Path:
@@ -516,7 +525,9 @@ def main() -> None:
     if a.file not in (None, *FILES, *READ_BY_LLAMA):
         raise SystemExit(f"--file {a.file!r} is unknown; choose from {'; '.join([*FILES, *READ_BY_LLAMA])}")
     a.rows = rows_of(a.rows) if a.rows else VERSUS_ROWS if a.versus else ROWS
-    if a.file is not None:
+    if a.file == LARGER:
+        a.assets = larger_assets(a.assets)
+    elif a.file is not None:
         a.rows = tuple(row for row in a.rows if not row.adapters)
     names = [folder.name for folder in adapter_folders(max(1, *(row.adapters for row in a.rows)), a.assets)]
     rates = probe.measure()

@@ -183,6 +183,18 @@ LARGER_FIELDS = {
     "llama.attention.head_count": 32,
     "llama.attention.head_count_kv": 32,
 }
+LARGER_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": LARGER_LAYERS,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 64,
+    "vocab_size": 49152,
+}
+"""What adapters of the larger model are made and converted by."""
 GgufTensor = tuple[str, npt.NDArray[np.float32]]
 
 
