@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from sgmv_kernels.cpu_kernels.program import SPINS, add_shared, load_shared, yield_processor
 from sgmv_kernels.cpu_ops.sgmv import (
-    DEINTERLEAVED,
+    ARE_CODES,
+    BEGIN,
+    BLOCK,
+    DONE,
+    END,
     EXPAND,
+    FACTOR,
+    FIRST_SLICE,
+    LAST_SLICE,
     NUM_ARGS,
     NUM_TASKS,
     PANELS,
@@ -22,11 +30,16 @@ from sgmv_kernels.cpu_ops.sgmv import (
     RECORDS,
     SCRATCH,
     SCRATCH_BYTES,
+    SHARE,
+    SHARES,
     SHRINK,
     SLAB,
     TASK_INTS,
+    TASK_PHASES,
     TASKS,
+    TILE_ROWS,
     V_WIDTH,
+    WAITS,
     WIDTHS,
     X_WIDTH,
     Y_WIDTH,
@@ -47,10 +60,12 @@ with 4,096."""
 _PANEL = ALIGNMENT_BYTES
 ROW_AHEAD = 256
 """Bytes that a row of B is prefetched ahead if several rows of y read all of B's rows, a piece of each at a time."""
+SHARED_COLUMNS = 64
+"""Columns of a share are a multiple of this, so that threads write whole cache lines."""
 RANKS = LANES // 8
-"""Rank rows that are multiplied by three rows at a time: as many as there are registers for sums."""
+"""Rank rows that are multiplied by `TILE_ROWS` rows at a time: as many as there are registers for their sums."""
 _dot_1, _dot_2, _dot_3 = (make_dot(rows, fetch=True) for rows in (1, 2, 3))
-_dot_tile = make_dot(3, RANKS)
+_dot_tile = make_dot(TILE_ROWS, RANKS)
 _mul_2, _mul_3 = (make_mul(rows, 2, add=True, row_ahead=ROW_AHEAD) for rows in (2, 3))
 
 
@@ -69,35 +84,69 @@ def fp32(raw: Any) -> None:
 @kernel_part
 def _work(args, kind):  # type: ignore[no-untyped-def]
     """Take tasks until none is left."""
-    phases, num_tasks = args[PHASES], args[NUM_TASKS]
     scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
+    done = args.ctypes.data + 8 * DONE
     while True:
-        task = take_next(args.ctypes.data)
-        if task >= num_tasks:
+        number = take_next(args.ctypes.data)
+        if number >= args[NUM_TASKS]:
             return
-        at = args[TASKS] + task * (4 * TASK_INTS)
-        record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(at, 0) * (4 * RECORD_INTS)
-        begin, end, first_slice, last_slice = i32(at, 1), i32(at, 2), i32(at, 3), i32(at, 4)
-        if _rank_before(record, first_slice) == _rank_before(record, last_slice):
-            continue
-        factor = f32(at, 6)
-        if i32(at, 5):
-            _run(args, INT8, phases, record, factor, begin, end, first_slice, last_slice, scratch)
+        task = args[TASKS] + number * (4 * TASK_INTS)
+        _wait_for(done, i32(task, WAITS))
+        record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(task, BLOCK) * (4 * RECORD_INTS)
+        if i32(task, ARE_CODES):
+            _run(args, INT8, task, record, scratch)
         else:
-            _run(args, kind, phases, record, factor, begin, end, first_slice, last_slice, scratch)
+            _run(args, kind, task, record, scratch)
+        if i32(task, TASK_PHASES) == SHRINK:
+            add_shared(done, np.int64(1))
 
 
 @kernel_part
-def _run(args, kind, phases, record, factor, begin, end, first_slice, last_slice, scratch):  # type: ignore[no-untyped-def]
+def _wait_for(done, count):  # type: ignore[no-untyped-def]
+    """Wait until so many tasks are complete, which other threads have taken before."""
+    spins = 0
+    while load_shared(done) < count:
+        spins += 1
+        if spins > SPINS:
+            yield_processor()
+
+
+@kernel_part
+def _run(args, kind, task, record, scratch):  # type: ignore[no-untyped-def]
     """Run one task over weights of a kind."""
-    first, last = _rank_before(record, first_slice), _rank_before(record, last_slice)
+    begin, end, phases, share, shares = (
+        i32(task, BEGIN),
+        i32(task, END),
+        i32(task, TASK_PHASES),
+        i32(task, SHARE),
+        i32(task, SHARES),
+    )
+    first, last = _rank_before(record, i32(task, FIRST_SLICE)), _rank_before(record, i32(task, LAST_SLICE))
+    if first == last:
+        return
     if phases & SHRINK:
-        _shrink(args, kind, record, begin, end, first, last)
-    if phases & EXPAND:
-        _scale(args, record, factor, begin, end, first, last)
-        for s in range(first_slice, last_slice):
-            _expand_tiles(args, kind, record, begin, end, s)
-            _expand_rows(args, kind, record, begin, end, s, scratch)
+        first, last = first + (last - first) * share // shares, first + (last - first) * (share + 1) // shares
+        if args[PHASES] & SHRINK:
+            _shrink(args, kind, record, begin, end, first, last, scratch)
+        if args[PHASES] & EXPAND:
+            _scale(args, record, f32(task, FACTOR), begin, end, first, last)
+    if phases & args[PHASES] & EXPAND:
+        for s in range(i32(task, FIRST_SLICE), i32(task, LAST_SLICE)):
+            column, columns = _columns(args, s, share, shares)
+            if columns > 0:
+                _expand_tiles(args, kind, record, begin, end, s, column, columns)
+                _expand_rows(args, kind, record, begin, end, s, column, columns, scratch)
+
+
+@kernel_part
+def _columns(args, slice_, share, shares):  # type: ignore[no-untyped-def]
+    """Return the first column of a slice that belongs to a share, and their number, 0 or less if there are none."""
+    if shares == 1:
+        return np.int64(0), args[WIDTHS + slice_]
+    total, before = _column_of(args, np.int64(MAX_SLICES)), _column_of(args, slice_)
+    step = (total + shares * SHARED_COLUMNS - 1) // (shares * SHARED_COLUMNS) * SHARED_COLUMNS
+    first, last = max(share * step - before, np.int64(0)), min((share + 1) * step - before, args[WIDTHS + slice_])
+    return first, last - first
 
 
 @kernel_part
@@ -148,42 +197,45 @@ def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
+def _shrink(args, kind, record, begin, end, first, last, scratch):  # type: ignore[no-untyped-def]
     """Compute v = x A^T for rank rows `first` to `last`, unscaled.
 
     The first rows read A from memory, and prefetch it; the others have it in a cache.
     """
-    permutation = args[PERMUTATION]
-    x, features, deinterleaved = args[X], args[X_WIDTH], args[DEINTERLEAVED]
-    v, v_bytes = args[V], 4 * args[V_WIDTH]
-    row_bytes, x_bytes = features * itemsize(kind), features * 4
-    for place in range(begin, end):
-        deinterleave(x + i32(permutation, place) * x_bytes, features, deinterleaved + place * x_bytes, kind)
+    permutation, features = args[PERMUTATION], args[X_WIDTH]
+    place = begin
+    while place < end:
+        rows = TILE_ROWS if place > begin and place + TILE_ROWS <= end else min(np.int64(3), end - place)
+        for i in range(rows):
+            x = args[X] + i32(permutation, place + i) * features * 4
+            deinterleave(x, features, scratch + i * features * 4, kind)
+        _dots(args, kind, record, place, rows, first, last, scratch, FETCH_BYTES if place == begin else 0)
+        place += rows
+
+
+@kernel_part
+def _dots(args, kind, record, place, rows, first, last, x, ahead):  # type: ignore[no-untyped-def]
+    """Multiply rank rows `first` to `last` by the rows of a tile, which lie at `x` one after the other."""
+    features, v_bytes = args[X_WIDTH], 4 * args[V_WIDTH]
+    x_bytes, row_bytes = 4 * features, features * itemsize(kind)
     rank = first
     while rank < last:
         inside = rank % PANEL_RANKS
-        count = min(PANEL_RANKS - inside, last - rank)
-        a = _address(args, i32(record, 0) + 1 + rank // PANEL_RANKS) + inside * row_bytes
-        place = begin
-        while place < end:
-            rows, ahead = min(np.int64(3), end - place), FETCH_BYTES if place == begin else 0
-            xa, out = deinterleaved + place * x_bytes, v + place * v_bytes + rank * 4
-            j = np.int64(0)
-            while j < count:
-                row = a + j * row_bytes
-                if rows == 3 and place > begin and j + RANKS <= count:
-                    _dot_tile(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row, kind)
-                    j += RANKS
-                    continue
-                if rows == 3:
-                    _dot_3(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
-                elif rows == 2:
-                    _dot_2(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
-                else:
-                    _dot_1(xa, x_bytes, row, row_bytes, features, out + 4 * j, v_bytes, row + ahead, kind)
-                j += 1
-            place += rows
-        rank += count
+        row = _address(args, i32(record, 0) + 1 + rank // PANEL_RANKS) + inside * row_bytes
+        out = args[V] + place * v_bytes + rank * 4
+        if rows == TILE_ROWS and rank + RANKS <= last and inside + RANKS <= PANEL_RANKS:
+            _dot_tile(x, x_bytes, row, row_bytes, features, out, v_bytes, row, kind)
+            rank += RANKS
+            continue
+        if rows >= 3:
+            _dot_3(x, x_bytes, row, row_bytes, features, out, v_bytes, row + ahead, kind)
+        if rows == TILE_ROWS:
+            _dot_3(x + 3 * x_bytes, x_bytes, row, row_bytes, features, out + 3 * v_bytes, v_bytes, row, kind)
+        elif rows == 2:
+            _dot_2(x, x_bytes, row, row_bytes, features, out, v_bytes, row + ahead, kind)
+        elif rows == 1:
+            _dot_1(x, x_bytes, row, row_bytes, features, out, v_bytes, row + ahead, kind)
+        rank += 1
 
 
 @kernel_part
@@ -197,44 +249,49 @@ def _scale(args, record, factor, begin, end, first, last):  # type: ignore[no-un
 
 
 @kernel_part
-def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
-    """Add v B of one slice to y, for neighbouring rows, three or two at a time: a loaded weight is used for all."""
+def _expand_tiles(args, kind, record, begin, end, slice_, column, columns):  # type: ignore[no-untyped-def]
+    """Add v B to columns of one slice of y, for neighbouring rows, three or two at a time: a loaded weight is used for
+    all."""
     permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
-    width, rank = args[WIDTHS + slice_], _rank_before(record, slice_)
-    row_bytes, panel, last = width * itemsize(kind), _first_b(record, slice_), rank + i32(record, 1 + slice_)
-    y = args[Y] + 4 * _column_of(args, slice_)
+    row_bytes, rank = args[WIDTHS + slice_] * itemsize(kind), _rank_before(record, slice_)
+    panel, last = _first_b(record, slice_), rank + i32(record, 1 + slice_)
+    y = args[Y] + 4 * (_column_of(args, slice_) + column)
     while rank < last and end - begin >= 2:
         count = min(PANEL_RANKS, last - rank)
-        b = _address(args, panel)
+        b = _address(args, panel) + column * itemsize(kind)
         place = begin
         while place < end:
             rows = _run_of(permutation, place, end)
             va, ya = args[V] + place * v_bytes + rank * 4, y + i32(permutation, place) * y_bytes
             if rows == 3:
-                _mul_3(va, v_bytes, count, b, row_bytes, width, ya, y_bytes, b, kind)
+                _mul_3(va, v_bytes, count, b, row_bytes, columns, ya, y_bytes, b, kind)
             elif rows == 2:
-                _mul_2(va, v_bytes, count, b, row_bytes, width, ya, y_bytes, b, kind)
+                _mul_2(va, v_bytes, count, b, row_bytes, columns, ya, y_bytes, b, kind)
             place += rows
         panel += 1
         rank += count
 
 
 @kernel_part
-def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: ignore[no-untyped-def]
-    """Add v B of one slice to y, for the other rows, one by one: B is read front to back in one stream."""
-    permutation, width, first = args[PERMUTATION], args[WIDTHS + slice_], _rank_before(record, slice_)
-    rank, row_bytes, first_panel = i32(record, 1 + slice_), width * itemsize(kind), _first_b(record, slice_)
+def _expand_rows(args, kind, record, begin, end, slice_, column, columns, scratch):  # type: ignore[no-untyped-def]
+    """Add v B to columns of one slice of y, for the other rows, one by one: B is read front to back in one stream."""
+    permutation, row_bytes, first = (
+        args[PERMUTATION],
+        args[WIDTHS + slice_] * itemsize(kind),
+        _rank_before(record, slice_),
+    )
+    rank, first_panel, skip = i32(record, 1 + slice_), _first_b(record, slice_), column * itemsize(kind)
     if rank == 0:
         return
     place = begin
     while place < end:
         rows = _run_of(permutation, place, end)
         if rows == 1:
-            y = args[Y] + 4 * (i32(permutation, place) * args[Y_WIDTH] + _column_of(args, slice_))
+            y = args[Y] + 4 * (i32(permutation, place) * args[Y_WIDTH] + _column_of(args, slice_) + column)
             v = args[V] + 4 * (place * args[V_WIDTH] + first)
-            deinterleave(y, width, scratch, kind)
+            deinterleave(y, columns, scratch, kind)
             for r in range(rank):
-                b = _address(args, first_panel + r // PANEL_RANKS) + r % PANEL_RANKS * row_bytes
-                axpy(f32(v, r), b, width, scratch, b + FETCH_BYTES, kind)
-            interleave(scratch, width, np.float32(1), y, kind)
+                b = _address(args, first_panel + r // PANEL_RANKS) + r % PANEL_RANKS * row_bytes + skip
+                axpy(f32(v, r), b, columns, scratch, b + FETCH_BYTES, kind)
+            interleave(scratch, columns, np.float32(1), y, kind)
         place += rows

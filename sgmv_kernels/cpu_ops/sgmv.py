@@ -1,7 +1,9 @@
 """SGMV on the CPU: panels (bf16, fp16, fp32, int8) are read in place from the pool and summed in fp32, without a copy.
 
 A task is a block of rows of one segment with all its slices, or with one. It does shrink and expand together, so that a
-site needs one parallel region and no barrier. The largest tasks come first; a free thread takes the next one.
+site needs one parallel region and no barrier. The largest tasks come first; a free thread takes the next one. If there
+are fewer segments than threads to share, and each has few rows, their weights are shared instead: each thread takes
+some rank rows of A, and when all of v is known, some columns of B.
 """
 
 from dataclasses import dataclass
@@ -23,11 +25,20 @@ MODULE = "sgmv"
 Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the L2 cache while its panels are read."""
+FEW_ROWS = 8
+"""Most rows of a segment whose weights are shared by threads: reading them takes longer than computing."""
+TILE_ROWS = 6
+"""Most rows of x that are multiplied by A at a time, in the thread's scratch memory."""
 SHRINK, EXPAND = 1, 2
-TASK_INTS = 7
+TASK_INTS = 11
+BLOCK, BEGIN, END, FIRST_SLICE, LAST_SLICE, ARE_CODES, FACTOR, TASK_PHASES, SHARE, SHARES, WAITS = range(TASK_INTS)
+"""Places in a task: the segment and its first and last place, the slices, whether weights are int8 codes, the bits of
+the segment's factor; which phases it does; which of how many shares of the rank rows and columns is its; and how many
+tasks must be complete before it."""
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
-X, X_WIDTH, DEINTERLEAVED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
-"""Indices in the kernel's arguments, after the counters. PLACE is the number of (layer, site) pairs before this one."""
+X, X_WIDTH, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, DONE, WIDTHS = range(9, 21)
+"""Indices in the kernel's arguments, after the counters. PLACE is the number of (layer, site) pairs before this one;
+DONE counts the tasks that others wait for."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -53,13 +64,19 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     del dtype, device
     threads, num_sites = team_size(), len(tables.sites)
     ranks_of = tables.records[..., 1:].sum(axis=-1)
-    blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
-    tasks = {n: _tasks(blocks, tables, n, threads) for n in {len(site.out_features) for site in tables.sites}}
+    lengths = np.diff(tables.bounds).ravel()
+    # Blocks that the threads can divide evenly are best left whole.
+    is_shared = len(lengths) < 2 * threads and len(lengths) % threads != 0 and int(lengths.max()) <= FEW_ROWS
+    most_rows = FEW_ROWS if is_shared else min(BLOCK_ROWS, max(1, -(-int(lengths.sum()) // threads)))
+    blocks = _blocks(tables.bounds, lengths, ranks_of.sum(axis=(0, 1)), most_rows)
+    tasks = {
+        n: (_shared_tasks if is_shared else _tasks)(blocks, tables, n, threads)
+        for n in {len(site.out_features) for site in tables.sites}
+    }
     ranks = ranks_of.max(axis=-1, initial=0)
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
-    deinterleaved = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
-    widest = max((width for site in tables.sites for width in site.out_features), default=0)
+    widest = max((max(TILE_ROWS * site.in_features, *site.out_features) for site in tables.sites), default=0)
     scratch = torch.empty(threads * widest)
     same = {
         PHASES: SHRINK | EXPAND,
@@ -67,7 +84,6 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         RECORDS: records.ctypes.data,
         PLACE_BYTES: records.nbytes // max(1, len(records) * num_sites),
         PANELS: panels.ctypes.data,
-        DEINTERLEAVED: deinterleaved.data_ptr(),
         V: v.data_ptr(),
         V_WIDTH: v.shape[1],
         SCRATCH: scratch.data_ptr(),
@@ -80,7 +96,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
         words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
         parts.append(Part(part_name(i, tables.turn), words, len(own), threads))
-    kept = (deinterleaved, scratch, tasks, permutation, records, panels)
+    kept = (scratch, tasks, permutation, records, panels)
     if not tables.has_vectors:
         return CpuTables(parts, ranks.tolist(), v, kept)
     vectors, arrays = vectors_part(tables)
@@ -92,11 +108,9 @@ def part_name(site: int, turn: int) -> str:
     return f"sgmv {site}.{turn}"
 
 
-def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
+def _blocks(bounds: Int32, lengths: Int32, ranks: Int64, most_rows: int) -> Int32:
     """Return blocks of rows [N, 3]: segment, first and last place; largest blocks first."""
-    lengths = np.diff(bounds).ravel()
-    rows = min(BLOCK_ROWS, max(1, -(-int(lengths.sum()) // threads)))
-    pieces = -(-lengths // rows)
+    pieces = -(-lengths // most_rows)
     size = -(-lengths // np.maximum(1, pieces))
     order = np.argsort(-ranks * size, kind="stable")
     segment = np.repeat(order, pieces[order])
@@ -108,17 +122,36 @@ def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
 
 
 def _tasks(blocks: Int32, tables: SgmvTables, slices: int, threads: int) -> Int32:
-    """Return tasks [N', 7]: a block with its first and last slice (all slices together or, with few blocks, each slice
-    separately); then whether the weights are int8 codes, and the bits of the segment's factor.
-    """
-    apart = slices if len(blocks) < 2 * threads else 1
-    tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
-    tasks[:, :, :3] = blocks[:, None]
-    tasks[:, :, 3] = np.arange(apart)
-    tasks[:, :, 4] = tasks[:, :, 3] + 1 if apart > 1 else slices
-    tasks[:, :, 5] = tables.are_codes[blocks[:, :1]]
-    tasks[:, :, 6] = tables.weight_bits[blocks[:, :1]]
+    """Return tasks [N', `TASK_INTS`], one for each block, or with a few blocks that the threads cannot divide evenly,
+    one for each slice of each block."""
+    apart = slices if len(blocks) < 2 * threads and len(blocks) % threads else 1
+    tasks = _copies(blocks, tables, slices, apart)
+    if apart > 1:
+        tasks[..., FIRST_SLICE] = np.arange(apart)
+        tasks[..., LAST_SLICE] = tasks[..., FIRST_SLICE] + 1
     return tasks.reshape(-1, TASK_INTS)
+
+
+def _shared_tasks(blocks: Int32, tables: SgmvTables, slices: int, threads: int) -> Int32:
+    """Return tasks [N', `TASK_INTS`], two for each share of a block: those of all rank rows before those of columns."""
+    shares = max(2, -(-threads // len(blocks)))
+    of_ranks = _copies(blocks, tables, slices, shares)
+    of_ranks[..., SHARE], of_ranks[..., SHARES] = np.arange(shares), shares
+    of_columns = of_ranks.copy()
+    of_ranks[..., TASK_PHASES], of_columns[..., TASK_PHASES] = SHRINK, EXPAND
+    of_columns[..., WAITS] = len(blocks) * shares
+    return np.concatenate((of_ranks, of_columns)).reshape(-1, TASK_INTS)
+
+
+def _copies(blocks: Int32, tables: SgmvTables, slices: int, count: int) -> Int32:
+    """Return tasks [N, `count`, `TASK_INTS`], each of which does everything for its block."""
+    tasks = np.zeros((len(blocks), count, TASK_INTS), dtype=np.int32)
+    tasks[..., : END + 1] = blocks[:, None]
+    tasks[..., LAST_SLICE] = slices
+    tasks[..., ARE_CODES] = tables.are_codes[blocks[:, :1]]
+    tasks[..., FACTOR] = tables.weight_bits[blocks[:, :1]]
+    tasks[..., TASK_PHASES], tasks[..., SHARES] = SHRINK | EXPAND, 1
+    return tasks
 
 
 def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:

@@ -70,12 +70,12 @@ def make_dot(rows: int, columns: int = 1, fetch: bool = False) -> Intrinsic:
         pairs = [(i, j) for i in range(rows) for j in range(columns)]
         begin: Value = c64(0)
         totals: list[Value] = []
-        for lanes, unroll in ((LANES, 2 * PAIRS), (LANES, 2), (1, 1)):
+        for lanes, unroll in ((LANES, 2), (1, 1)):
             emit, step = Emitter(b, lanes), lanes * unroll
             end = b.add(begin, b.mul(b.sdiv(b.sub(n, begin), c64(step)), c64(step)))
 
             def body(at: Value, sums: list[Value], emit: Emitter = emit, unroll: int = unroll) -> list[Value]:
-                for line in range(0, unroll * emit.lanes * size if fetch and unroll > 2 else 0, CACHE_LINE):
+                for line in range(0, unroll * emit.lanes * size if fetch and unroll > 1 else 0, CACHE_LINE):
                     emit.fetch(b.add(b.add(ahead, b.mul(at, c64(size))), c64(line)))
                 places = [b.add(at, c64(u * emit.lanes)) for u in range(unroll)]
                 if unroll == 1:

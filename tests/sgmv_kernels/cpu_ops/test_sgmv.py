@@ -1,5 +1,7 @@
 """SGMV of the CPU's default kernels, for any adapters and rows."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,18 @@ from hypothesis import strategies as st
 from kernel_pools import KernelPool
 
 from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops
+
+SetThreads = Callable[[int], None]
+
+
+@pytest.fixture
+def set_threads() -> Iterator[SetThreads]:
+    """Sets torch's threads; puts them back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @settings(max_examples=40, deadline=None)
@@ -38,3 +51,22 @@ def test_a_row_of_a_tile_has_the_bits_that_it_has_alone(dtype: torch.dtype, code
         together = pool.added(ops, [0] * count, 0, x, y, layer=0)
         for i in range(count):
             assert torch.equal(pool.added(ops, [0], 0, x[i : i + 1], y[i : i + 1], layer=0), together[i : i + 1])
+
+
+@pytest.mark.parametrize("rows", [[0], [1] * 8, [2, -1, 0, 0], [2, 1, 0, 1, 1]], ids=str)
+def test_threads_that_share_an_adapter_add_the_bits_of_one_thread(rows: list[int], set_threads: SetThreads) -> None:
+    """Fewer rank rows than threads, none at all, and more than a panel; fewer columns than a share."""
+    ops, pool = Ops(torch.device("cpu")), KernelPool((SiteDims(4099, (150, 33)),), torch.bfloat16, 1, 1024, 1200)
+    for i, ranks in enumerate(([17, 5], [0, 2], [0, 0])):
+        pool.add([ranks], [(400 * i, 400)], codes=i == 1)
+    x, y = pool.inputs(len(rows), 0)
+    set_threads(1)
+    alone = pool.added(ops, rows, 0, x, y, layer=0)
+    assert not torch.equal(alone, y)
+    for threads in (2, 3, 7):
+        set_threads(threads)
+        for _ in range(150):
+            assert torch.equal(pool.added(ops, rows, 0, x, y, layer=0), alone)
+        plan, apart = ops.plan_sgmv(build_segments(rows), pool.placed, torch.bfloat16), y.clone()
+        ops.expand_(apart, ops.shrink(x, pool.slabs[0], plan, 0, 0), pool.slabs[0], plan, 0, 0)
+        assert torch.equal(apart, alone)
