@@ -84,8 +84,13 @@ class DeviceMemory:
         return cls(free * num_ranks, total * num_ranks, on_gpu=True)
 
 
+_NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of errors without a type of their own: of torch's allocator on a CPU; of CUDA, through torch or Triton, for
+pinned memory, a graph or a launch; of cuBLAS, for its workspace."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or the host is out of memory; torch's CPU allocator raises no own exception type."""
+    """Return whether the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lorasrv.errors import ConfigError
-from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
+from lorasrv.worker.device import DeviceMemory, activation_dtype, is_out_of_memory, resolve_device
 from sgmv_kernels.metadata.h2d import upload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,6 +33,24 @@ def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     host = DeviceMemory.of(CPU)
     assert 0 < host.free <= host.total
     assert not host.on_gpu
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        # Of pinned memory, a graph, a launch.
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_a_shortage_of_memory_looks_like(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
 
 
 def test_uploaded_numbers() -> None:
