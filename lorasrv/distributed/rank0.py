@@ -33,7 +33,7 @@ from lorasrv.distributed.step_frames import encode_moves
 from lorasrv.errors import ConfigError, EngineDead, NotEnoughMemory
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.decoder import DecoderLimits
-from lorasrv.worker.device import ENGINE_THREADS
+from lorasrv.worker.device import ENGINE_THREADS, DeviceMemory
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.kv_format import KVFormat
@@ -162,6 +162,8 @@ class LoadedRanks:
     """Hold what ranks 1 and up have loaded; empty if there is only rank 0."""
 
     weight_bytes: tuple[int, ...] = ()
+    # What they have now.
+    memory: tuple[DeviceMemory, ...] = ()
     fingerprints: tuple[str, ...] = ()
     # Linears kept as the file's codes, and linears made from dequantized ones; each counted once, without rank 0's.
     kept_codes: int = 0
@@ -247,6 +249,7 @@ class Ranks:
         ]
         return LoadedRanks(
             weight_bytes=tuple(fields["weight_bytes"] for fields in found),
+            memory=tuple(DeviceMemory(*fields["memory"]) for fields in found),
             fingerprints=tuple(fields["fingerprint"] for fields in found),
             kept_codes=sum(kept for kept, _ in codes),
             remade_codes=sum(remade for _, remade in codes),

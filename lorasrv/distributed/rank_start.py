@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lorasrv.errors import LorasrvError, ModelError, NotEnoughMemory
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.worker.base_format import choose_format, make_ops
 from lorasrv.worker.decoder import Decoder, DecoderLimits
-from lorasrv.worker.device import activation_dtype, resolve_device
+from lorasrv.worker.device import DeviceMemory, activation_dtype, resolve_device
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.weights import ModelWeights, load_weights
 from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
@@ -139,7 +139,8 @@ def _load(orders: Link) -> tuple[RankSetup, ModelWeights, Ops]:
     finally:
         checkpoint.close()
     facts = {"weight_bytes": weights.nbytes, "fingerprint": weights.fingerprint}
-    orders.send(Frame(LOADED, facts | {"codes": [weights.kept_codes, weights.remade_codes]}))
+    facts |= {"codes": [weights.kept_codes, weights.remade_codes], "memory": astuple(DeviceMemory.of(device))}
+    orders.send(Frame(LOADED, facts))
     return setup, weights, ops
 
 

@@ -83,7 +83,7 @@ def build(
         processes = start_processes(config, model.spec, model.device, model.kv_format)
         on_failure.callback(processes.close)
         loaded = LoadedModel.load(model, processes, progress)
-        plan = plan.measured(config.memory, loaded.nbytes, model.device)
+        plan = plan.measured(config.memory, loaded.nbytes, model.device, loaded.others)
         plan.check()
         layout = _layout(model, loaded, processes, plan.pool)
         built = _build(model, loaded, processes, layout, store, drafters, progress)

@@ -8,6 +8,7 @@ from lorasrv.engine.checked_model import CheckedModel
 from lorasrv.engine.draft_model import load_draft_weights
 from lorasrv.models.loader import WeightMeter
 from lorasrv.models.quantization.served import ServedWeights
+from lorasrv.worker.device import DeviceMemory
 from lorasrv.worker.weights import ModelWeights, Progress, load_weights, served_error
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class LoadedModel:
     served: ServedWeights
     # Bytes of all processes.
     nbytes: int
+    # Memory of the other processes, now that they have loaded their parts.
+    others: tuple[DeviceMemory, ...]
 
     @classmethod
     def load(cls, model: CheckedModel, processes: ModelProcesses, progress: Progress) -> "LoadedModel":
@@ -47,4 +50,4 @@ class LoadedModel:
         if model.draft is not None:
             draft = load_draft_weights(model.draft, model.config.model, model.ops, model.device, progress)
         nbytes = weights.nbytes + sum(others.weight_bytes) + (0 if draft is None else draft.nbytes)
-        return cls(weights, draft, served, nbytes)
+        return cls(weights, draft, served, nbytes, others.memory)

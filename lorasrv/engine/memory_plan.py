@@ -130,7 +130,9 @@ class MemoryPlan:
         """
         dtype = getattr(torch, config.model.dtype)
         parts = RankSpec.all_of(spec, Partition.of(config.partition))
-        memory = DeviceMemory.of(device, len(parts))
+        own = DeviceMemory.of(device)
+        # Other ranks report what they have once they have loaded their parts.
+        memory = own.with_ranks([own] * (len(parts) - 1))
         base = sum(base_bytes(part, quantization, dtype, packing) for part in parts)
         step = sum(step_bytes(part, config, activation_dtype(device, dtype)) for part in parts)
         if draft is not None:
@@ -164,9 +166,15 @@ class MemoryPlan:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
-    def measured(self, options: MemoryOptions, base: int, device: torch.device) -> "MemoryPlan":
-        """Return the plan with the bytes of the loaded base and what is free now."""
-        memory = DeviceMemory.of(device, self.num_ranks)
+    def measured(
+        self, options: MemoryOptions, base: int, device: torch.device, others: Sequence[DeviceMemory]
+    ) -> "MemoryPlan":
+        """Return the plan with the bytes of the loaded base and what is free now.
+
+        Args:
+            others: memory of the other ranks.
+        """
+        memory = DeviceMemory.of(device).with_ranks(others)
         pool = pool_size(options, memory, self.step, self.fullest)
         return replace(self, free=memory.free + base, base=base, pool=pool)
 

@@ -6,6 +6,7 @@ instead of spinning for a moment, and a step of hundreds of small products takes
 (docs/benchmarks/steps.md#threads). So threads that load models or adapters compute single-threaded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,16 +73,24 @@ class DeviceMemory:
     on_gpu: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, num_ranks: int = 1) -> "DeviceMemory":
-        """Measure now; torch's cached blocks count as free. Every rank has a GPU, and all count as the fullest
-        one."""
+    def of(cls, device: torch.device) -> "DeviceMemory":
+        """Measure now; torch's cached blocks count as free.
+
+        Ask only about the process's own GPU: a question about another one takes half a gigabyte there for a context.
+        """
         if device.type != "cuda":
             return cls(free_bytes(), total_bytes())
         torch.cuda.empty_cache()
-        # More ranks than GPUs are refused when they start.
-        others = [torch.device("cuda", rank) for rank in range(1, min(num_ranks, torch.cuda.device_count()))]
-        free, total = map(min, zip(*map(torch.cuda.mem_get_info, [device, *others]), strict=True))
-        return cls(free * num_ranks, total * num_ranks, on_gpu=True)
+        return cls(*torch.cuda.mem_get_info(device), on_gpu=True)
+
+    def with_ranks(self, others: "Sequence[DeviceMemory]") -> "DeviceMemory":
+        """Return the memory of all ranks together, of which this is rank 0's. On GPUs, each rank has its own, and all
+        count as the fullest one; on a CPU they share this memory."""
+        if not self.on_gpu:
+            return self
+        ranks = (self, *others)
+        free, total = min(rank.free for rank in ranks), min(rank.total for rank in ranks)
+        return DeviceMemory(free * len(ranks), total * len(ranks), on_gpu=True)
 
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

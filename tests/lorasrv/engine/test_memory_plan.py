@@ -1,6 +1,8 @@
 """The memory plan: what is refused or warned of before a base is loaded."""
 
 import re
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,21 +111,64 @@ def test_the_rank_with_the_most_layers_has_no_larger_share_of_its_gpu(
 ) -> None:
     """Ranks on a CPU share its memory."""
     free = 32 * GIB
-    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(free, free, on_gpu))
+    own = free // 2 if on_gpu else free
+    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(own, own, on_gpu))
     spec, device, options = read_model_shape("smollm2-135m").spec, torch.device("cpu"), MemoryOptions()
     config = EngineConfig(partition=PartitionOptions(partition="0@0-9;1@10-29"))
-    plan = MemoryPlan.of(config, spec, "none", device).measured(options, 0, device)
+    planned = MemoryPlan.of(config, spec, "none", device)
+    plan = planned.measured(options, 0, device, [DeviceMemory(own, own, on_gpu)])
     assert plan.pool == pytest.approx(0.85 * (free / 2) * 30 / 20 if on_gpu else free / 4)
+    fuller = planned.measured(options, 0, device, [DeviceMemory(own // 2, own, on_gpu)])
+    assert fuller.pool == pytest.approx(plan.pool / 2 if on_gpu else plan.pool), (
+        "as many pages as the fullest has room for"
+    )
     larger = MemoryPlan.of(replace(config, memory=MemoryOptions(pool_bytes=int(0.8 * free))), spec, "none", device)
     assert ("as if every rank had the most layers" in larger.too_large()) is on_gpu
 
 
 def test_the_rank_that_draws_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(32 * GIB, 32 * GIB, on_gpu=True))
+    monkeypatch.setattr(DeviceMemory, "of", lambda *_: DeviceMemory(16 * GIB, 16 * GIB, on_gpu=True))
     spec, speculation = read_model_shape("smollm2-135m").spec, SpeculationOptions(draft_head_bytes=0)
     alone, divided = (EngineConfig(partition=PartitionOptions(cp=n), speculation=speculation) for n in (1, 2))
     steps = [MemoryPlan.of(config, spec, "none", torch.device("cpu")).step for config in (alone, divided)]
     assert steps[1] == 2 * steps[0], "each rank of rows has the whole model"
+
+
+def test_a_process_asks_about_no_gpu_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer about another one would take half a gigabyte there, in the process of rank 0."""
+    asked: list[torch.device] = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 32 * GIB, 32 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config, device = EngineConfig(partition=PartitionOptions(cp=4)), torch.device("cuda")
+    plan = MemoryPlan.of(config, read_model_shape("smollm2-135m").spec, "none", device)
+    assert plan.free == 4 * 32 * GIB
+    plan.measured(config.memory, 0, device, [DeviceMemory(GIB, GIB, on_gpu=True)] * 3)
+    assert asked == [device, device]
+
+
+def test_each_rank_says_what_memory_it_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Sequence[DeviceMemory]] = []
+    measured = MemoryPlan.measured
+
+    def noted(plan: MemoryPlan, options: Any, base: int, device: Any, others: Sequence[DeviceMemory]) -> MemoryPlan:
+        told.append(others)
+        return measured(plan, options, base, device, others)
+
+    def of(device: torch.device) -> DeviceMemory:
+        rank = threading.current_thread().name.removeprefix("rank-")
+        return DeviceMemory((10 + int(rank)) * GIB if rank.isdigit() else 16 * GIB, 16 * GIB)
+
+    monkeypatch.setattr(DeviceMemory, "of", of)
+    monkeypatch.setattr(MemoryPlan, "measured", noted)
+    with replica(model, ranks("cp=3")):
+        pass
+    assert [[memory.free // GIB for memory in others] for others in told] == [[11, 12]]
 
 
 def test_a_refused_partition_says_which_pool_is_enough(model: Path) -> None:
