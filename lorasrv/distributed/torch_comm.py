@@ -20,7 +20,7 @@ from lorasrv.distributed.frames import RankLost
 LOOKS_S = 0.01
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The only network interface that ranks of one machine need. By default gloo listens on the address of the host's
-name."""
+name, and NCCL on that of a network."""
 
 
 class TorchComm(Comm):
@@ -44,7 +44,8 @@ class TorchComm(Comm):
     ) -> None:
         super().__init__(rank)
         self._device = device
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        for transport in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{transport}_SOCKET_IFNAME", _LOOPBACK)
         timeout = timedelta(seconds=TIMEOUT_S)
         _wait_for_all(rank, num_ranks, meeting)
         with _as_rank_lost():

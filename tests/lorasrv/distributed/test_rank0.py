@@ -59,6 +59,22 @@ def test_a_rank_sees_its_own_gpu_alone(visible: str | None, own: str, monkeypatc
     assert popen.call_args.kwargs["env"]["CUDA_VISIBLE_DEVICES"] == own
 
 
+def test_ranks_listen_on_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever carries the tensors: it has no key."""
+    found: dict[str, str] = {}
+    for name, fake in (
+        ("init_process_group", lambda *_, **__: found.update(os.environ)),
+        ("new_group", lambda *_: None),
+    ):
+        monkeypatch.setattr(dist, name, fake)
+    with patch.dict(os.environ):
+        for transport in ("GLOO", "NCCL"):
+            os.environ.pop(f"{transport}_SOCKET_IFNAME", None)
+        for device in ("cpu", "cuda"):
+            torch_comm_module.TorchComm(0, 1, torch.device(device), tmp_path / device, [])
+            assert found[{"cpu": "GLOO", "cuda": "NCCL"}[device] + "_SOCKET_IFNAME"].startswith("lo")
+
+
 def test_a_stopped_rank_is_killed() -> None:
     launcher = ProcessLauncher()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
