@@ -5,6 +5,7 @@ Building an engine enforces the plan, `lorasrv doctor` shows it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -26,12 +27,18 @@ from lorasrv.sampling.sampler import DRAW_BYTES, DRAWN_TOGETHER
 from lorasrv.speculation.drafters import model_names
 from lorasrv.speculation.speculator import MAX_MODEL_DRAFT
 from lorasrv.speculation_params import REJECTION
+from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import DeviceMemory, activation_dtype
 from lorasrv.worker.host_memory import free_bytes
 from sgmv_kernels.formats.kv_format import get_kv_format
 
 MIN_POOL_PAGES = 4
-_LOGIT_BYTES, _PROBABILITY_BYTES = 4, 8
+_FLOAT_BYTES, _PROBABILITY_BYTES = 4, 8
+LIBRARY_BYTES = 256 << 20
+"""Approximate workspaces of libraries on a GPU, cuBLAS's 32 MiB for each thread among them, and kernels that torch
+loads. NOT MEASURED."""
+LINK_BYTES = 64 << 20
+"""Approximate buffers of a GPU for the connection to another rank. NOT MEASURED."""
 _FACTOR_BITS = 0.25
 """Approximate bits per weight that the groups' factors take in a quantized file."""
 
@@ -50,7 +57,34 @@ def step_bytes(spec: ModelSpec, config: EngineConfig, activation: torch.dtype) -
     """Estimate the bytes of the largest step: inputs and outputs of one layer's linears, and logits."""
     row = spec.hidden_size + sum(site.in_features + sum(site.out_features) for site in spec.sites_of(0))
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    return rows * row * activation.itemsize + samples * spec.vocab_size * _LOGIT_BYTES
+    return rows * row * activation.itemsize + samples * spec.vocab_size * _FLOAT_BYTES
+
+
+def bytes_beside_steps(spec: ModelSpec, config: EngineConfig, num_ranks: int, most_pages: int) -> int:
+    """Estimate what a rank's GPU holds besides weights, pages and steps: rotary tables, workspaces of libraries and of
+    connections, a dequantized weight with its product while an adapter with DoRA is loaded, and CUDA graphs.
+
+    Args:
+        most_pages: pages that its memory could hold.
+    """
+    max_model_len = config.model.max_model_len or spec.max_position
+    ropes = {spec.rope_of(layer) for layer in range(spec.num_layers)}
+    tables = len(ropes) * max_model_len * spec.head_dim * _FLOAT_BYTES
+    loading = 2 * _FLOAT_BYTES * max(site.in_features * sum(site.out_features) for site in spec.sites())
+    links = num_ranks * LINK_BYTES if num_ranks > 1 else 0
+    has_graphs = num_ranks == 1 and config.model.kernels in ("auto", "triton") and find_spec("triton") is not None
+    graphs = _graph_bytes(spec, config, max_model_len, most_pages * PAGE_SIZE_TOKENS) if has_graphs else 0
+    return tables + loading + links + graphs + LIBRARY_BYTES
+
+
+def _graph_bytes(spec: ModelSpec, config: EngineConfig, max_model_len: int, most_tokens: int) -> int:
+    # Imported only here: it needs Triton.
+    from lorasrv.worker.graph_memory import graph_bytes
+
+    dtype, scheduler = getattr(torch, config.model.dtype), config.scheduler
+    limits = DecoderLimits(max_model_len, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, dtype, dtype)
+    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
+    return graph_bytes(spec, limits, PAGE_SIZE_TOKENS, kv_format, config.memory.max_lora_rank, most_tokens)
 
 
 def block_bytes(parts: Sequence[ModelSpec], config: EngineConfig) -> int:
@@ -99,6 +133,8 @@ class MemoryPlan:
     on_gpu: bool
     base: int
     step: int
+    # What GPUs hold besides, see `bytes_beside_steps`. A pool leaves room for it; with less, steps have no graphs.
+    beside: int
     pool: int
     # Bytes of a page in all slabs.
     block: int
@@ -145,8 +181,12 @@ class MemoryPlan:
         slabs = [part.num_slabs for part in parts]
         fullest = max(slabs) * len(slabs) / sum(slabs)
         heads = config.speculation.draft_head_bytes if "medusa" in model_names(config.speculation) else 0
+        block = block_bytes(parts, config) + (0 if draft is None else block_bytes([draft], config))
+        beside = 0
         if memory.on_gpu:
             drawn = min(config.scheduler.max_num_seqs, DRAWN_TOGETHER) * spec.vocab_size * DRAW_BYTES
+            pages = memory.free // block
+            beside = len(parts) * max(bytes_beside_steps(part, config, len(parts), pages) for part in parts)
             # Only rank 0 draws, but all ranks count as the fullest one.
             step += heads + drawn * len(parts)
         return cls(
@@ -155,8 +195,9 @@ class MemoryPlan:
             on_gpu=memory.on_gpu,
             base=base,
             step=step,
-            pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step, fullest),
-            block=block_bytes(parts, config) + (0 if draft is None else block_bytes([draft], config)),
+            beside=beside,
+            pool=pool_size(config.memory, replace(memory, free=max(0, memory.free - base)), step + beside, fullest),
+            block=block,
             num_ranks=len(parts),
             fullest=fullest,
             host_cache=config.memory.host_cache_bytes,
@@ -175,7 +216,7 @@ class MemoryPlan:
             others: memory of the other ranks.
         """
         memory = DeviceMemory.of(device).with_ranks(others)
-        pool = pool_size(options, memory, self.step, self.fullest)
+        pool = pool_size(options, memory, self.step + self.beside, self.fullest)
         return replace(self, free=memory.free + base, base=base, pool=pool)
 
     @property

@@ -13,8 +13,10 @@ pool and rotary tables, the output that all graphs share, and the static tensors
 Source: graphs by bucket of rows, vLLM; separate graphs without adapters, SGLang.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,9 +119,10 @@ class GraphedSteps:
         assert memory.scratch_page is not None, "padding rows need a scratch page"
         self._forward, self._record = forward, record
         self._rows = buckets(limits.max_samples)
+        self._mixed_rows = MIXED_ROWS[: bisect_left(MIXED_ROWS, limits.max_rows) + 1]
         self._sequences = (*(most for most in MIXED_SEQUENCES if most < self._rows[-1]), self._rows[-1])
         self._max_pages = -(-min(limits.max_model_len, MAX_CONTEXT) // memory.page_size)
-        self._dims = PlanDims(
+        self.dims = PlanDims(
             sites=site_dims(spec),
             layers=spec.num_layers,
             heads=spec.num_heads,
@@ -131,7 +134,7 @@ class GraphedSteps:
             adapter_dtype=limits.adapter_dtype,
             device=memory.device,
         )
-        self._shape = self._dims.shape
+        self._shape = self.dims.shape
         self._buckets: dict[StaticCapacity, _Bucket] = {}
         self._num_steps = 0
         # For each bucket whose capture failed, the step from which it is tried again.
@@ -151,8 +154,8 @@ class GraphedSteps:
             Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
         """
         rows = StepRows.of(step)
-        places = RowPlaces.of(rows.page_tables, rows.query_lens, rows.kv_lens, self._dims.page_size)
-        work = cut(places.query_starts, places.kv_lens, self._shape, self._dims.group)
+        places = RowPlaces.of(rows.page_tables, rows.query_lens, rows.kv_lens, self.dims.page_size)
+        work = cut(places.query_starts, places.kv_lens, self._shape, self.dims.group)
         capacity = self._capacity_for(rows, work)
         self._num_steps += 1
         if capacity is None or self._num_steps < self._retry_at.get(capacity, 0):
@@ -184,7 +187,7 @@ class GraphedSteps:
             return None
         is_mixed = len(rows.token_ids) > len(rows.query_lens)
         if is_mixed:
-            num_rows = _first(MIXED_ROWS, len(rows.token_ids))
+            num_rows = _first(self._mixed_rows, len(rows.token_ids))
             sequences = _first(self._sequences, max(len(rows.query_lens), len(rows.logit_rows)))
         else:
             num_rows = sequences = _first(self._rows, len(rows.query_lens))
@@ -192,11 +195,32 @@ class GraphedSteps:
         if num_rows is None or sequences is None or rank is None or rows.page_tables.shape[1] > self._max_pages:
             return None
         small, long, reduces = len(work.decode), len(work.prefill), len(work.reduce)
-        most_long = num_rows // self._shape.prefill_rows + LONG_PROMPTS if is_mixed else 0
         parts = next((p for p in PARTS if sequences * p >= small and (p > 1 or not reduces)), None)
-        if parts is None or sequences * parts > MAX_ITEMS or long > most_long:
+        if parts is None or sequences * parts > MAX_ITEMS:
             return None
-        return StaticCapacity(num_rows, sequences, self._max_pages, sequences * parts, most_long, parts > 1, rank)
+        capacity = self._capacity(num_rows, sequences, parts, rank, is_mixed=is_mixed)
+        return capacity if long <= capacity.long_items else None
+
+    def _capacity(self, rows: int, sequences: int, parts: int, rank: int, *, is_mixed: bool) -> StaticCapacity:
+        long = rows // self._shape.prefill_rows + LONG_PROMPTS if is_mixed else 0
+        return StaticCapacity(rows, sequences, self._max_pages, sequences * parts, long, parts > 1, rank)
+
+    def capacities(self, max_rank: int, most_tokens: int) -> Iterator[StaticCapacity]:
+        """Yield every bucket that a step may get whose adapters have at most this rank, and whose sequences have at
+        most so many keys together."""
+        ranks = RANKS[: bisect_left(RANKS, min(max_rank, RANKS[-1])) + 1]
+        single = [(rows, rows, False) for rows in self._rows]
+        mixed = [(rows, sequences, True) for rows in self._mixed_rows for sequences in self._sequences]
+        for (rows, sequences, is_mixed), rank in itertools.product(single + mixed, ranks):
+            most_items = sequences + most_tokens // self._shape.split_tokens
+            for fewer, parts in itertools.pairwise((0, *PARTS)):
+                if sequences * fewer < most_items and sequences * parts <= MAX_ITEMS:
+                    yield self._capacity(rows, sequences, parts, rank, is_mixed=is_mixed)
+
+    @property
+    def output_bytes(self) -> int:
+        """Return the bytes of the output that all graphs share."""
+        return self._logits.nbytes
 
     def _bucket(self, capacity: StaticCapacity) -> _Bucket:
         """Return the tensors of a bucket. Those of a new bucket replace the least recently used if there are too
@@ -205,7 +229,7 @@ class GraphedSteps:
         if bucket is None:
             if len(self._buckets) >= MAX_GRAPHS:
                 del self._buckets[next(iter(self._buckets))]
-            bucket = _Bucket(StaticPlans(self._dims, capacity))
+            bucket = _Bucket(StaticPlans(self.dims, capacity))
         self._buckets[capacity] = bucket
         return bucket
 

@@ -9,6 +9,7 @@ attention, and their results are undefined. Needs the Triton kernels.
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,9 +21,17 @@ from sgmv_kernels.metadata.plans import AttentionPlan, RowPlaces, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops.attention import shape_for
-from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables, Shape, Work
+from sgmv_kernels.triton_ops.attention_metadata import (
+    AttentionBuffer,
+    AttentionCapacity,
+    AttentionTables,
+    Shape,
+    Work,
+)
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
+
+INT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +168,35 @@ class StaticPlans:
         self.lora = SgmvPlan(tables, self._dims.adapter_dtype, rows, self._lora)
         self._made_of = row_adapters, adapters, weights
 
-    def _attention_tables(self, plan: AttentionPlan) -> AttentionTables:
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the inputs have on the device."""
+        attention = AttentionBuffer(self._attention_capacity(), self._dims.device)
+        lora = 0 if self._lora is None else self._lora.length
+        return self._inputs.nbytes + INT_BYTES * (attention.length + lora)
+
+    def _attention_capacity(self) -> AttentionCapacity:
         capacity = self._capacity
         small = capacity.small_items
         # A tile whose keys are cut has at least two parts.
         cut = (small // 2, small) if capacity.is_cut else (0, 0)
-        most = AttentionCapacity(capacity.sequences, capacity.max_pages, small, capacity.long_items, *cut)
-        made = AttentionTables(plan, self._dims.device, most)
+        return AttentionCapacity(capacity.sequences, capacity.max_pages, small, capacity.long_items, *cut)
+
+    def _attention_tables(self, plan: AttentionPlan) -> AttentionTables:
+        made = AttentionTables(plan, self._dims.device, self._attention_capacity())
         made.buffer(*self._cut)
         return made
 
     def _lora_tables(self) -> TritonTables:
         dims, capacity = self._dims, self._capacity
-        ranks = tuple(tuple(capacity.rank for _ in site.out_features) for site in dims.sites)
-        layout = AdapterLayout(dims.sites, (ranks,) * dims.layers, dims.adapter_dtype.itemsize)
-        panels = capacity.sequences * sum(len(sizes) for sizes in layout.panel_bytes)
+        panels = capacity.sequences * _num_panels(dims, capacity.rank)
         held = Capacity(capacity.rows, capacity.sequences, panels, capacity.rank)
         return TritonTables.for_capacity(dims.sites, dims.layers, held, dims.device)
+
+
+@cache
+def _num_panels(dims: PlanDims, rank: int) -> int:
+    """Return the panels of an adapter whose slices all have this rank."""
+    ranks = tuple(tuple(rank for _ in site.out_features) for site in dims.sites)
+    layout = AdapterLayout(dims.sites, (ranks,) * dims.layers, dims.adapter_dtype.itemsize)
+    return sum(len(sizes) for sizes in layout.panel_bytes)

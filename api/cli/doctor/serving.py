@@ -91,9 +91,10 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     except ConfigError as error:
         return Check("fail", f"{size(free_bytes())} free on the host", str(error))
     fit = plan.pool // plan.block // pages
+    graphs = f", CUDA graphs and workspaces {size(plan.beside)}" if plan.on_gpu else ""
     text = (
         f"{size(plan.free)} free: base about {size(plan.base)}, pool {size(plan.pool)} ({plan.pool // plan.block} "
-        f"pages of {size(plan.block)}), steps {size(plan.step)}, host cache {size(plan.host_cache)}, "
+        f"pages of {size(plan.block)}), steps {size(plan.step)}{graphs}, host cache {size(plan.host_cache)}, "
         f"swap {size(plan.swap)}; adapters of rank {rank} "
         f"({size(packed)}): {fit} in an empty pool, {plan.host_cache // packed} on the host"
     )

@@ -215,16 +215,19 @@ def _server(
 ) -> tuple["SimServer", str]:
     """Return the simulated server, and the source of its costs."""
     from lorasrv.config import PAGE_SIZE_TOKENS
-    from lorasrv.engine.memory_plan import pool_size, pool_too_small
+    from lorasrv.engine.memory_plan import MemoryPlan, pool_too_small
     from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
+    from lorasrv.models.quantization import StoredWeights, select_format
     from lorasrv.offline.planner.sim_replica import SimServer
-    from lorasrv.worker.device import DeviceMemory, resolve_device
+    from lorasrv.worker.device import resolve_device
     from sgmv_kernels.formats.kv_format import get_kv_format
 
-    checkpoint = open_checkpoint(options.config.model.model)
+    model = options.config.model
+    checkpoint = open_checkpoint(model.model)
     try:
-        spec, name = checkpoint.spec, checkpoint.name
+        spec, name, packing = checkpoint.spec, checkpoint.name, checkpoint.packing
+        quantization, _ = select_format(StoredWeights.of(checkpoint), model.quantization, model.quantization_group)
     finally:
         checkpoint.close()
     itemsize = 4 if options.config.model.dtype == "float32" else 2
@@ -233,8 +236,8 @@ def _server(
     memory, num_pages = _memory(options, samples)
     kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
-    free = DeviceMemory.of(resolve_device(options.config.model.device))
-    pool = pool_size(memory, free)
+    config = replace(options.config, memory=memory)
+    pool = MemoryPlan.of(config, spec, quantization, resolve_device(model.device), packing).pool
     layout = PoolLayout.of_bytes(pool, page_bytes, PAGE_SIZE_TOKENS, spec.num_slabs)
     if num_pages is not None and num_pages != layout.num_pages:
         why = f"the server at --server has {num_pages} pages in a pool that would have {layout.num_pages} here"

@@ -14,7 +14,7 @@ from tiny_engine import BLOCK, GREEDY, LONG
 
 from lorasrv.config import EngineConfig, MemoryOptions, PartitionOptions, SchedulerOptions, SpeculationOptions, size
 from lorasrv.engine import memory_plan
-from lorasrv.engine.memory_plan import MIN_POOL_PAGES, MemoryPlan, pool_size
+from lorasrv.engine.memory_plan import LIBRARY_BYTES, MIN_POOL_PAGES, MemoryPlan, pool_size
 from lorasrv.errors import ConfigError, NotEnoughMemory
 from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.sampling.sampler import DRAW_BYTES
@@ -71,6 +71,15 @@ def test_its_parts(plan: Any) -> None:
     assert one.block == 360 << 10
     # Random numbers and sorted probabilities of 64 rows.
     assert plan(on_gpu=True).step - one.step == one.heads + 64 * 49_152 * DRAW_BYTES
+
+
+def test_a_pool_leaves_room_for_graphs_and_workspaces(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the size is not given; without Triton there are no graphs."""
+    whole = plan(on_gpu=True, gpu_memory_utilization=1.0)
+    assert whole.pool == 16 * GIB - whole.base - whole.step - whole.beside
+    monkeypatch.setattr(memory_plan, "find_spec", lambda name: None)
+    assert LIBRARY_BYTES < plan(on_gpu=True).beside < whole.beside - GIB // 4
+    assert plan().beside == 0
 
 
 def test_what_drafters_draw_from_is_counted(plan: Any) -> None:

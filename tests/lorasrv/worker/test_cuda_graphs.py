@@ -371,7 +371,7 @@ def test_a_step_fits_the_bucket_that_it_gets(
     """Filling it refuses nothing, whatever the lengths and ranks; the next smaller number of parts would."""
     spec = ModelSpec("llama", 1, 32, 48, 2, 1, 16, 40, MAX_CONTEXT, 1e-5)
     memory = DevicePool(spec, 1, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
-    limits = DecoderLimits(MAX_CONTEXT, 64, 64, torch.float32)
+    limits = DecoderLimits(MAX_CONTEXT, 1024, 64, torch.float32)
     graphed = GraphedSteps(
         lambda batch: torch.zeros(len(batch.token_ids), 40), spec, memory, limits, lambda compute: cast(Recorded, None)
     )
@@ -395,7 +395,7 @@ def test_a_step_fits_the_bucket_that_it_gets(
         if parts > PARTS[0]:
             fewer = PARTS[PARTS.index(parts) - 1]
             smaller = replace(capacity, small_items=fewer * capacity.sequences, is_cut=fewer > 1)
-            graphed._buckets = {smaller: _Bucket(StaticPlans(graphed._dims, smaller))}
+            graphed._buckets = {smaller: _Bucket(StaticPlans(graphed.dims, smaller))}
             graphed._capacity_for = lambda rows, work, smaller=smaller: smaller
             with pytest.raises(CapacityExceeded):
                 graphed.compute(step)
