@@ -129,6 +129,8 @@ class RowExchange(RankExchange):
         memory: pool of this rank.
     """
 
+    divided_from = DIVIDED_FROM
+
     def __init__(self, comm: Comm, spec: RankSpec, memory: DevicePool, ops: Ops, tell: Tell | None) -> None:
         super().__init__(tell)
         self._comm, self._memory, self._ops = comm, memory, ops

@@ -30,12 +30,10 @@ from lorasrv.metrics.engine_stats import EngineMetrics
 from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.outputs import EngineOutput, RequestId, not_loaded
 from lorasrv.request import EngineCoreRequest, RequestStatus
-from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import (
     AdapterOrders,
     DropSwap,
     PageOp,
-    ScheduledRequest,
     SchedulerOutput,
     SwapIn,
     SwapOut,
@@ -46,9 +44,6 @@ from lorasrv.worker.model_runner import BeforePass, do_nothing
 from lorasrv.worker.snapshot_loader import SnapshotLoader
 
 _LOG = logging.getLogger(__name__)
-_WARM_UP = ScheduledRequest(RequestId("warm-up"), (0,), 0, (0,), None, True, SamplingParams(seed=0), 0)
-WARM_UP_STEP = SchedulerOutput((_WARM_UP,), {}, (), AdapterOrders(), 0)
-"""One token on the pool's first page, before any request uses that page."""
 _NOTHING = SchedulerOutput((), {}, (), AdapterOrders(), 0)
 
 
@@ -116,16 +111,14 @@ class EngineCore:
         return self._executor.profile
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
-        """Prepare the calling thread, which will call `step`, and compute a warm-up step without any request.
-
-        The first step after a start takes a quarter of a second longer, for which no request should wait: the system
-        commits memory for weights and pages on first use, and kernels are recorded.
+        """Prepare the calling thread, which will call `step`, and compute steps without any request: the first ones
+        after a start take longer.
 
         Args:
             before_pass: called within `step` just before it computes without the GIL.
         """
         self._executor.bind_thread(before_pass)
-        self._executor.collect(self._executor.submit(WARM_UP_STEP))
+        self._executor.rehearse()
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made.

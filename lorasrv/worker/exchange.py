@@ -33,6 +33,8 @@ class Exchange:
     is_last = True
     # Whether passes may be recorded as graphs; not if they wait for other processes.
     can_record = True
+    # Fewest rows of a step that are divided among processes.
+    divided_from = 1
 
     def alone(self) -> "Exchange":
         """Return an exchange with which this process computes its part of a pass, with the same shapes, while the

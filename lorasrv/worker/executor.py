@@ -83,6 +83,10 @@ class Executor(Protocol):
             before_pass: called in this thread just before it computes a collected step without the GIL.
         """
 
+    def rehearse(self) -> None:
+        """Compute small steps, so that no request waits for what happens once; before any request uses the pool, in the
+        bound thread."""
+
     def submit(self, step: SchedulerOutput) -> StepHandle:
         """Start to compute a step whose page operations were applied. `collect` raises its errors.
 
@@ -172,6 +176,11 @@ class InProcessExecutor:
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
         self.runner.bind_thread(before_pass)
+
+    def rehearse(self) -> None:
+        for step in self.runner.rehearsal():
+            self.apply_page_ops(step.page_ops)
+            self.collect(self.submit(step))
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)

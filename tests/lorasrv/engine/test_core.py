@@ -28,7 +28,6 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import POLICIES, Limits
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.engine.core import WARM_UP_STEP
 from lorasrv.engine.request_stream import RequestStream
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.memory.cost_model import StepCosts
@@ -38,6 +37,7 @@ from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput, SwapIn
 from lorasrv.worker.device import compute_alone, compute_in_parallel
 from lorasrv.worker.model_runner import ModelRunner
+from lorasrv.worker.rehearsal import WARM_UP_STEP
 
 LONG = [10 + (7 * i) % 300 for i in range(400)]
 NAMES = (None, "one", "two", "three")

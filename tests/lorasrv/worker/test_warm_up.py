@@ -299,6 +299,7 @@ def observed(step: Any) -> Any:
 
 
 def day(server: Server) -> dict[str, Any]:
+    from lorasrv.worker.rehearsal import Rehearsal
     from sgmv_kernels.triton_ops.kernel_compiler import noted
 
     with torch.inference_mode(), noted() as warm:
@@ -310,6 +311,11 @@ def day(server: Server) -> dict[str, Any]:
             mixed = (server.warm_up._mixed(rows, server.max_rank) for rows in (300, 600))
             for step in (*server.warm_up.common(), *mixed):
                 assert server.graphs.compute(step) is not None
+        rehearsal = Rehearsal(server.spec, server.limits, server.memory.page_size, (), server.exchange)
+        # A model that only drafts samples nothing.
+        for step in rehearsal.steps() if server.max_rank else ():
+            if server.graphs is None or server.graphs.compute(step) is None:
+                server.compute(step)
         server.load_adapters()
         observes = server.is_whole and server.max_rank and server.spec.why_no_kv_policy is None
         for number in range(STEPS):
