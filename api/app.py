@@ -219,6 +219,8 @@ class _AppParts:
                 await follower.start(partial(_followed, self.services))
             if sender is not None:
                 sender.start()
+            # Last: the engine thread warms up beside all others.
+            await engine.warmed()
             yield
 
 

@@ -79,6 +79,9 @@ class StoreEngine:
     async def start(self) -> None:
         self.is_alive = True
 
+    async def warmed(self) -> None:
+        """Do nothing: nothing is computed."""
+
     async def shutdown(self) -> None:
         self.is_alive = False
 

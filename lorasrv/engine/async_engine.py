@@ -191,6 +191,10 @@ class AsyncEngine:
         self._executor.exit_when_lost(tell)
         self._thread.start()
 
+    async def warmed(self) -> None:
+        """Wait until no request waits for what only the first ones after a start would wait for."""
+        await self._thread.bound()
+
     def disk_reads(self) -> DiskReadStats:
         """Return how many reads of adapters and of their headers took too long."""
         reads = self.input_processor.read_stats()

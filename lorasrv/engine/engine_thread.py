@@ -49,6 +49,7 @@ class EngineThread:
         self._unposted: list[EngineOutput] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_bound: asyncio.Event | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -57,8 +58,13 @@ class EngineThread:
 
     def start(self) -> None:
         """Start; outputs go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._is_bound = asyncio.get_running_loop(), asyncio.Event()
         self._thread.start()
+
+    async def bound(self) -> None:
+        """Wait until steps can be computed, or never will."""
+        assert self._is_bound is not None
+        await self._is_bound.wait()
 
     def stop(self) -> None:
         """Stop after the messages sent so far."""
@@ -80,6 +86,7 @@ class EngineThread:
             core.heartbeat.beat()
             compute_in_parallel()
             core.bind_thread(self._post)
+            self._tell_bound()
             idle = True
             while self._drain_inbox(wait=idle):
                 # `step` calls `_post` for the outputs of the previous step.
@@ -99,6 +106,14 @@ class EngineThread:
     def _report_death(self, why: str) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_death, why)
+        self._tell_bound()
+
+    def _tell_bound(self) -> None:
+        assert self._loop is not None
+        assert self._is_bound is not None
+        # A start may be given up meanwhile.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._is_bound.set)
 
     def _drain_inbox(self, *, wait: bool) -> bool:
         """Handle every message; return False on shutdown.

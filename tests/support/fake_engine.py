@@ -282,6 +282,9 @@ class FakeEngine:
     async def start(self) -> None:
         self.is_alive = True
 
+    async def warmed(self) -> None:
+        """Do nothing: nothing is computed."""
+
     async def shutdown(self) -> None:
         self.is_alive = False
 

@@ -511,3 +511,24 @@ async def test_a_late_reader_finds_everything_in_few_outputs(engine) -> None:
     assert [len(o.token_ids) for o in late[:MAX_SINGLE]][:-1] == [1] * (MAX_SINGLE - 1)
     assert (late[-1].finished, late[-1].num_generated_tokens) == (True, 400)
     assert len(late) < MAX_SINGLE + 400 // JOINED_TOKENS + 2 < len(prompt)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_start_waits_for_the_warm_up_and_for_no_dead_engine(
+    fails: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let, warm_up = threading.Event(), EngineCore.bind_thread
+
+    def held(core: EngineCore, *arguments: Any) -> None:
+        let.wait(60)
+        if fails:
+            raise RuntimeError("forced")
+        warm_up(core, *arguments)
+
+    monkeypatch.setattr(EngineCore, "bind_thread", held)
+    async with running(AsyncEngine.build(engine_config(model)), dies=fails) as engine:
+        warmed = asyncio.create_task(engine.warmed())
+        await asyncio.sleep(0)
+        assert not warmed.done()
+        let.set()
+        await warmed
