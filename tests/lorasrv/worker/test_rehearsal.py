@@ -211,7 +211,7 @@ def test_ranks_meet_in_the_rehearsal_wherever_they_meet_later(text: str, model: 
     with (
         patch.object(MemoryComm, "send", noted),
         patch.object(ModelRunner, "rehearsal", as_on_a_gpu),
-        replica(model, ranks(text)) as llm,
+        replica(model, ranks(text), max_num_seqs=8) as llm,
     ):
         llm.engine.bind_thread()
         rehearsed = set(met)
