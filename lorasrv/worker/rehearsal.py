@@ -113,12 +113,15 @@ class Rehearsal:
 
     def _drafted(self, count: int) -> Iterator[SchedulerOutput]:
         """Yield steps of `count` answers with drafts, and of answers for which models draft, as far as they fit."""
-        if count * (1 + len(DRAFTS.token_ids)) <= self._limits.max_rows:
+        longest = 1 + len(DRAFTS.token_ids)
+        if longest > self._limits.max_model_len:
+            return
+        if count * longest <= self._limits.max_rows:
             for kind in (*KINDS, replace(DRAW, logprobs=5)):
                 yield _step(_with_drafts(_request(number, kind)) for number in range(count))
             yield _step(replace(_with_drafts(_request(i, DRAW)), by_rejection=True) for i in range(count))
         for name in self._drafters:
-            asking = PlannedDrafts(asked=name, num_asked=2)
+            asking = PlannedDrafts(asked=name, num_asked=len(DRAFTS.token_ids))
             for kind in (GREEDY, DRAW):
                 yield _step(replace(_request(number, kind), drafts=asking) for number in range(count))
 

@@ -41,9 +41,10 @@ from lorasrv.scheduler_output import (
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
+from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.executor import LaunchingExecutor
 from lorasrv.worker.model_runner import ModelRunner
-from lorasrv.worker.rehearsal import Rehearsal
+from lorasrv.worker.rehearsal import KINDS, Rehearsal
 from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
@@ -218,3 +219,19 @@ def test_ranks_meet_in_the_rehearsal_wherever_they_meet_later(text: str, model: 
         llm.generate([LONG[:100], LONG[:3]], SHORT)
     assert rehearsed
     assert met == rehearsed
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_rows", "max_samples"), [(2, 1, 1), (2, 64, 64), (3, 8, 4), (64, 70, 200)]
+)
+def test_no_step_is_larger_than_the_server_allows(max_model_len: int, max_rows: int, max_samples: int) -> None:
+    """A position behind the rotary table would end a GPU's context."""
+    limits = DecoderLimits(max_model_len, max_rows, max_samples, torch.float32)
+    steps = list(Rehearsal(SPEC, limits, PAGE_SIZE, ("layers",), Exchange()).steps())
+    assert len(steps) > len(KINDS)
+    for step in steps:
+        assert step.num_tokens <= max_rows
+        assert len(step.requests) <= max_samples
+        for scheduled in step.requests:
+            assert scheduled.start + len(scheduled.token_ids) + scheduled.drafts.num_asked <= max_model_len
+            assert scheduled.start + len(scheduled.token_ids) <= len(scheduled.page_table) * PAGE_SIZE
