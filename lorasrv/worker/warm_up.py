@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from adapter_store.spec import AdapterKey
+from adapter_store.formats.weights import AdapterWeights, LoraTensors
+from adapter_store.spec import AdapterKey, AdapterSpec
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.models.lora_sites import BLOCK_ROWS, site_dims, with_everything
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, PlannedDrafts, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_vectors import output_vectors
 from lorasrv.worker.cuda_graphs import MIXED_ROWS, RANKS, buckets
-from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.decoder import OUT, Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import ModelWeights
@@ -83,7 +85,17 @@ def passes(
 
 
 def read_base(weights: ModelWeights) -> None:
-    """Read a row of each linear, as loads of adapters with DoRA or with own rows of the head do."""
+    """Read a row of each linear, and compute the vectors of an adapter with DoRA and a bias, as loads of adapters
+    do."""
+    spec = weights.spec
+    # Ranks that have parts of linears serve no DoRA.
+    if spec.adapts_ends:
+        site = spec.sites_of(0)[OUT]
+        (module,), (out,) = site.modules, site.out_features
+        a, b = np.zeros((2, site.in_features), np.float32), np.zeros((out, 2), np.float32)
+        lora = LoraTensors(2, 1.0, a, b, magnitude=np.ones(out, np.float32), b_bias=np.zeros(out, np.float32))
+        adapter = AdapterSpec(_ADAPTER, "", (), "F32", 0)
+        list(output_vectors(weights, AdapterWeights(adapter, {(spec.first_layer, module): lora}), 0))
     row = torch.zeros(1, dtype=torch.int64, device=weights.final_norm.device)
     for linear in (*(linear for layer in weights.layers for linear in layer.linears()), weights.head):
         # Another rank may have the head.

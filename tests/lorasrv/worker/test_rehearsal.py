@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from fake_gpu import DEVICE, FakeGpu
@@ -21,6 +22,8 @@ from tiny_engine import LONG
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from adapter_store.formats.weights import AdapterWeights, LoraTensors
+from adapter_store.spec import AdapterKey, AdapterSpec
 from lorasrv.distributed.comm import MemoryComm
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
@@ -38,6 +41,7 @@ from lorasrv.scheduler_output import (
     SwapIn,
     SwapOut,
 )
+from lorasrv.worker.adapter_vectors import output_vectors
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
@@ -45,6 +49,7 @@ from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.executor import LaunchingExecutor
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.rehearsal import KINDS, Rehearsal
+from lorasrv.worker.warm_up import read_base
 from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
@@ -235,3 +240,30 @@ def test_no_step_is_larger_than_the_server_allows(max_model_len: int, max_rows: 
         for scheduled in step.requests:
             assert scheduled.start + len(scheduled.token_ids) + scheduled.drafts.num_asked <= max_model_len
             assert scheduled.start + len(scheduled.token_ids) <= len(scheduled.page_table) * PAGE_SIZE
+
+
+def test_loads_of_adapters_call_no_operator_that_the_warm_up_has_not_called() -> None:
+    """With DoRA and biases at every linear."""
+    made = np.random.default_rng(0)
+
+    def floats(*shape: int) -> npt.NDArray[np.float32]:
+        return made.standard_normal(shape).astype(np.float32)
+
+    loras = {
+        (layer, module): LoraTensors(3, 0.5, floats(3, site.in_features), floats(out, 3), floats(out), floats(out))
+        for layer in range(SPEC.num_layers)
+        for site in SPEC.sites()
+        for module, out in zip(site.modules, site.out_features, strict=True)
+    }
+    adapter = AdapterWeights(AdapterSpec(AdapterKey("a"), "", (), "F32", 0), loras)
+    with FakeGpu() as gpu:
+        weights = _weights()
+        with Watched() as warm:
+            read_base(weights)
+        with Watched() as loading:
+            for layer in range(SPEC.num_layers):
+                for _, vectors in output_vectors(weights, adapter, layer):
+                    assert all(vector.cpu().isfinite().all() for vector in vectors)
+        gpu.synchronize()
+    assert any("addmm" in name for name, *_ in loading.operators)
+    assert sorted(map(str, loading.operators - warm.operators)) == []
