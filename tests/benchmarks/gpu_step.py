@@ -28,6 +28,7 @@ from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerO
 from lorasrv.worker.cuda_graphs import GraphedSteps, Recorded, cuda_recorder
 from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.graph_memory import GRAPH_BYTES, pass_bytes
 from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.backend import PackedLinear
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
@@ -158,6 +159,21 @@ class StepCase:
         rows = sum(site.in_features + 2 * site.total_out for site in dims)
         return itemsize * self.weights.spec.num_layers * (adapters * panels + self.rows * rows)
 
+    def planned_mb(self) -> float:
+        """Return the memory that a plan counts for the graphs so far."""
+        held, itemsize = self.steps._buckets, torch.bfloat16.itemsize
+        largest = max(pass_bytes(self.weights.spec, self.steps.dims, capacity, itemsize) for capacity in held)
+        return (largest + sum(bucket.plans.nbytes for bucket in held.values()) + len(held) * GRAPH_BYTES) / 1e6
+
+
+def free_mb() -> float:
+    """Return the free memory of the device; 0 without one."""
+    if DRY_RUN:
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / 1e6
+
 
 @dataclass(frozen=True)
 class Took:
@@ -212,7 +228,9 @@ def time_steps(ops: Ops, bandwidth: float, table: str) -> None:
         weights = random_weights(SPEC, ops, quantization, torch.bfloat16)
         for rows, adapters in WORK:
             case = StepCase(weights, ops, rows, adapters, torch.bfloat16, record)
+            free = free_mb()
             base, lora = measure(case, 0), measure(case, adapters)
+            graphs_mb, planned_mb = free - free_mb(), case.planned_mb()
             floors = case.base_bytes() / bandwidth * 1e3, case.lora_bytes(adapters, 2) / bandwidth * 1e3
             del case
             # Graphs and what they compute hold each other.
@@ -229,6 +247,8 @@ def time_steps(ops: Ops, bandwidth: float, table: str) -> None:
                 adapters_floor_ms=floors[1],
                 base_with_host_ms=base.whole,
                 adapters_with_host_ms=lora.whole,
+                graphs_mb=graphs_mb,
+                graphs_planned_mb=planned_mb,
                 overhead=lora.device / base.device - 1,
                 overhead_of_floors=floors[1] / floors[0],
             )
