@@ -20,6 +20,7 @@ from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.calibrate import Calibrated
 from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 from lorasrv.offline.planner.random_adapters import write_random_adapter
+from lorasrv.worker.device import DeviceMemory
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 COSTS = Path(__file__).parents[2] / "data" / "costs.json"
@@ -56,6 +57,16 @@ def test_json(plan) -> None:
     assert done["costs"]["source"] == "costs from costs.json"
     assert done["replay"]["times_real_time"] > 1
     assert done["pool_bytes"] <= 16 << 20
+
+
+def test_a_pool_on_a_gpu_leaves_room_for_base_steps_and_graphs(
+    cli, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server's does; together they take more than the 15 % that are always left."""
+    free = 4 << 30
+    monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(free, free, on_gpu=True))
+    done = json.loads(cli("plan", "--trace", trace, "--costs", COSTS, "--json").out)
+    assert free // 4 < done["pool_bytes"] < free - (5 << 28)
 
 
 def test_tables(plan) -> None:
