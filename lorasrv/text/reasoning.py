@@ -2,7 +2,8 @@
 
 Qwen 3, SmolLM3 and models distilled from DeepSeek-R1 begin an answer with `<think>…</think>`, Mistral's with
 `[THINK]…[/THINK]`. A template may write the opening marker at the end of the prompt, so the model writes the
-rest of the reasoning, or both markers, so the model writes no reasoning.
+rest of the reasoning, or both markers, so the model writes no reasoning. Granite 3.3's asks for an answer between
+`<response>` and `</response>` behind the reasoning; these tags are dropped.
 """
 
 from bisect import bisect_left
@@ -39,6 +40,8 @@ class Markers:
 
     begin: str
     end: str
+    # The tags around an answer behind reasoning.
+    tags: tuple[str, str] | None = None
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Return the markers that are special tokens. A reader must see them, but they have no text by default."""
@@ -85,13 +88,15 @@ class Markers:
 
 
 _KNOWN = (Markers("<think>", "</think>"), Markers("[THINK]", "[/THINK]"))
+_TAGS = "<response>", "</response>"
 REASONING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables that turn reasoning off in chat templates if they are false; `thinking` is DeepSeek's and Granite's."""
 
 
 def detect_markers(template: str) -> Markers | None:
     """Return the markers in a chat template; None if there are none, because the model does not reason."""
-    return next((known for known in _KNOWN if known.begin in template or known.end in template), None)
+    found = next((known for known in _KNOWN if known.begin in template or known.end in template), None)
+    return replace(found, tags=_TAGS) if found is not None and "".join(_TAGS) in template else found
 
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -140,7 +145,8 @@ class ReasoningReader:
     """Return the reasoning of one answer as it streams, and pass the rest to a reader of content.
 
     Reasoning begins at the start of the answer if the prompt has begun it, or with an opening marker after white space
-    at most. It ends at the next closing marker or with the answer. Line breaks next to the markers are dropped.
+    at most. It ends at the next closing marker or with the answer. Line breaks next to the markers, and tags around the
+    answer behind the reasoning, are dropped.
 
     The parts returned so far depend only on the text so far, not on how it was split into pieces.
     """
@@ -186,7 +192,7 @@ class ReasoningReader:
         """Return the remaining parts after the end of the answer."""
         if self._read is None:
             return self._content.flush()
-        if self.content_at is not None:
+        if self.content_at is not None or (self._held and self._read == self._skip_last_breaks):
             return [*self._begin_content(), *self._content.flush()]
         text = self._held.strip("\n") if self._read == self._begin else self._held.rstrip("\n")
         return [Reasoning(text)] if text else []
@@ -220,11 +226,45 @@ class ReasoningReader:
         return [Reasoning(text)] if text else []
 
     def _skip_last_breaks(self) -> list[Part]:
-        """Drop line breaks after the closing marker."""
+        """Drop line breaks after the closing marker, and the tag that begins the answer."""
         self._held = self._held.lstrip("\n")
+        if self._markers.tags is not None:
+            begin, end = self._markers.tags
+            if begin != self._held and begin.startswith(self._held):
+                return []
+            if self._held.startswith(begin):
+                self._held, self._content = self._held.removeprefix(begin), _UntaggedReader(self._content, end)
+                return self._begin_content()
         return self._begin_content() if self._held else []
 
     def _begin_content(self) -> list[Part]:
         text, self._held, self._read = self._held, "", None
         self.content_at = self._num_chars - len(text)
         return self._content.push(text)
+
+
+class _UntaggedReader:
+    """Drop the tag that ends an answer and line breaks within the tags, and pass the rest to a reader of content."""
+
+    def __init__(self, content: ToolReader, tag: str) -> None:
+        self._content, self._tag, self._held = content, tag, ""
+        self._has_begun = False
+
+    def push(self, text: str) -> list[Part]:
+        """Add text of the answer and return the parts that are now certain."""
+        self._held += text
+        if not self._has_begun:
+            self._held = self._held.lstrip("\n")
+            self._has_begun = bool(self._held)
+        before, tag, behind = self._held.rpartition(self._tag)
+        if not tag or behind.strip():
+            before = self._held[: len(self._held) - possible_beginning(self._held, self._tag)]
+        certain = before.rstrip("\n")
+        self._held = self._held[len(certain) :]
+        return self._content.push(certain)
+
+    def flush(self) -> list[Part]:
+        """Return the remaining parts after the end of the answer."""
+        _, tag, behind = self._held.rpartition(self._tag)
+        rest = self._held if not tag or behind.strip() else ""
+        return [*self._content.push(rest), *self._content.flush()]
