@@ -80,9 +80,10 @@ def plan_chat(
     num_tokens = checked_budget(body, template)
     is_open = None if markers is None else _is_open(body, markers, tokenizer, prompt)
     form = _format_of(template, "tools") if body.uses_tools else None
+    is_parallel = body.allows_parallel_calls and form is not None and form.takes_several
     shown = frozenset[int]() if markers is None else markers.shown(tokenizer)
     if form is not None:
-        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer)
+        grammar = _grammar_of_calls(body, grammar, form, tools, tokenizer, parallel=is_parallel)
         shown |= form.shown(tokenizer)
     is_separate = body.separate_reasoning is not False
     if grammar is not None and markers is not None and is_open is not None:
@@ -104,7 +105,7 @@ def plan_chat(
     if form is None and reasoning is None:
         return ChatPlan(prompt, grammar, ChatFormat(), text, budget, dropped)
     names = frozenset(tool.name for tool in tools)
-    protocol_format = ParsedChatFormat(form, names, parallel=body.allows_parallel_calls, reasoning=reasoning)
+    protocol_format = ParsedChatFormat(form, names, parallel=is_parallel, reasoning=reasoning)
     return ChatPlan(prompt, grammar, protocol_format, text, budget, dropped)
 
 
@@ -155,15 +156,21 @@ def checked_budget(fields: ReasoningFields, template: "ChatTemplate | None") -> 
 
 
 def _grammar_of_calls(
-    body: ChatBody, grammar: Grammar | None, form: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer
+    body: ChatBody,
+    grammar: Grammar | None,
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
 ) -> Grammar | None:
     """Return the grammar of an answer with tools, given that of one without."""
     if grammar is not None:
         check_beside_tools(grammar, form)
     if body.forces_call:
-        return form.grammar(tools, body.allows_parallel_calls, tokenizer)
+        return form.grammar(tools, parallel, tokenizer)
     if grammar is not None:
-        return form.grammar_beside(grammar, tools, body.allows_parallel_calls, tokenizer)
+        return form.grammar_beside(grammar, tools, parallel, tokenizer)
     return form.unforced_grammar(tools, tokenizer) if any(tool.is_strict for tool in tools) else None
 
 
@@ -241,7 +248,7 @@ def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
         raise InvalidRequest("{param}: this base's chat template does not support tools; leave them out", param=param)
     if template.tool_format is None:
         raise InvalidRequest(
-            "{param}: this base's chat template writes tool calls in a format that this server cannot parse",
+            "{param}: this base's chat template writes tool calls in no format that this server can parse",
             param=param,
         )
     return template.tool_format

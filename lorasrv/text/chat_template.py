@@ -19,7 +19,9 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
 from os.path import commonprefix
@@ -36,7 +38,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lorasrv.errors import CorruptModel, InvalidRequest, naming_file
 from lorasrv.text.reasoning import REASONING_EXAMPLE, in_parts, reads_parts
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
-from lorasrv.text.tool_parsers.formats import CALL_EXAMPLE, EXAMPLE_TOOL, detect_format, leaves_out_calls
+from lorasrv.text.tool_parsers.formats import (
+    EXAMPLE_TOOL,
+    ToolFormat,
+    find_calls_taken,
+    marked_format,
+    with_text_arguments,
+)
 
 MARKS = "".join(map(chr, range(0x101D0, 0x101FD)))
 """The signs of the Phaistos Disc. No language uses them, and they are printable, so Python's `repr` leaves them
@@ -226,13 +234,16 @@ class ChatTemplate:
         self._special = dict(special or {})
         # Weak, because adapters' own tokenizers come and go.
         self._guards = WeakKeyDictionary[Tokenizer, PromptGuard]()
-        self._template = self._tool_template = _Template(template, self._special, files[0])
+        form = marked_format(self.tool_source)
+        self._template = self._tool_template = _Template(template, self._special, form, files[0])
         if tool_template is not None:
-            self._tool_template = _Template(tool_template, self._special, files[1])
+            self._tool_template = _Template(tool_template, self._special, form, files[1])
         self.variables = self._template.variables | self._tool_template.variables
-        written = self._tool_template.written_call
         # None: the template does not support tools, or writes calls in an unknown format.
-        self.tool_format = None if written is None else detect_format(self.tool_source, written)
+        self.tool_format: ToolFormat | None = None
+        if form is not None and self._tool_template.calls_taken is not None:
+            taken = self._template.calls_taken, self._tool_template.calls_taken
+            self.tool_format = replace(form, takes_several=all(each is None or each.several for each in taken))
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
@@ -271,8 +282,11 @@ class ChatTemplate:
         """
         template = self._template if kwargs.get("tools") is None else self._tool_template
         plain: Sequence[Message] = [_plain(message) for message in messages]
-        if self.tool_format is not None and template.leaves_out_calls:
-            plain = [self.tool_format.in_content(message) for message in plain]
+        if self.tool_format is not None and template.calls_taken is not None:
+            if template.calls_taken.left_out:
+                plain = [self.tool_format.in_content(message) for message in plain]
+            elif template.calls_taken.as_text:
+                plain = [with_text_arguments(message) for message in plain]
         if template.reads_parts:
             plain = [in_parts(message) for message in plain]
         return template.render(plain, add_generation_prompt=add_generation_prompt, **kwargs)
@@ -411,11 +425,14 @@ def _tojson(
 class _Template:
     """Compile one template, and find out by examples how it takes messages.
 
+    Args:
+        form: the format of tool calls, by the template's markers.
+
     Raises:
         CorruptModel: it is not valid Jinja.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], file: str) -> None:
+    def __init__(self, source: str, special: Mapping[str, str], form: ToolFormat | None, file: str) -> None:
         self._special, environment = special, _environment()
         try:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
@@ -425,9 +442,7 @@ class _Template:
             what = f"{e.message} in line {e.lineno}" if isinstance(e, jinja2.TemplateSyntaxError) else str(e)
             with naming_file(file):
                 raise CorruptModel(f"the chat template is not valid Jinja: {what}") from None
-        # A conversation with a call; None: the template refuses it.
-        self.written_call = self._example(CALL_EXAMPLE, tools=[EXAMPLE_TOOL])
-        self.leaves_out_calls = self.written_call is not None and leaves_out_calls(self.written_call)
+        self.calls_taken = find_calls_taken(form, partial(self._example, tools=[EXAMPLE_TOOL]))
         # Whether reasoning is a part of the content.
         self.reads_parts = reads_parts(source, self._example(REASONING_EXAMPLE) or "")
 

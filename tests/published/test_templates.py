@@ -186,3 +186,5 @@ def test_detected(name: str) -> None:
     prompts = [template.encode(CHATS["user"], tokenizer, **given) for given in VARIABLES if markers is not None]
     ends = [markers.end_of_prompt(prompt, tokenizer).name.lower() for prompt in prompts]
     assert [tools, markers.begin if markers else "", " ".join(ends)] == table()[name][:3]
+    # An answer has no more calls than the next prompt may hold.
+    assert form is None or form.takes_several == ("two-calls" not in table()[name][3])

@@ -13,6 +13,9 @@ HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
 
+HERMES_TEXT = HERMES.replace("(call.function.arguments | tojson) + '}", "call.function.arguments + '}")
+"""Needs the arguments of calls as text."""
+
 LLAMA = """{{- bos_token }}{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string }}
 {%- if tools is defined and tools is not none %}{{ '\\nEnvironment: ipython\\n' }}

@@ -1,4 +1,4 @@
-"""Detect the tool-call format of a chat template, by its markers and by how it writes a call."""
+"""Detect the tool-call format of a chat template, by its markers and by how it writes calls."""
 
 import json
 import re
@@ -52,6 +52,8 @@ class ToolFormat:
     other_marker: str = ""
     # Length of call ids in templates that check it; 0: any.
     id_chars: int = 0
+    # Whether the template takes messages with more than one call. If not, an answer may have only one.
+    takes_several: bool = True
 
     @property
     def marks_calls(self) -> bool:
@@ -117,7 +119,7 @@ class ToolFormat:
         return {**others, "content": f"{message['content']}\n{text}" if message.get("content") else text}
 
     def reads_example(self, text: str) -> bool:
-        """Return whether a text contains the call of `CALL_EXAMPLE` in this format."""
+        """Return whether a text contains the call of `call_example(1)` in this format."""
         begins = [found.start() for found in re.finditer(rf"\{{|{re.escape(self.marker)}", text)]
         for begin in reversed(begins):
             reader = self.reader(frozenset({_CALL.name}), False)
@@ -196,36 +198,65 @@ MISTRAL_11 = replace(MISTRAL_13, name="mistral-11", between_parts=(CALL_ID, ARGS
 GRANITE = replace(MISTRAL, name="granite", marker=GRANITE_MARKER, other_marker=OPEN, reader=GraniteReader, id_chars=0)
 LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | first call")
 
-_VALUE = "Ex4mple"
-_CALL = ToolCall("example", json.dumps({"of": _VALUE}))
-_CALLED = {"id": "a1B2c3D4e", "type": "function", "function": {"name": _CALL.name, "arguments": {"of": _VALUE}}}
+_VALUES = "Ex4mple", "Sec0nd"
+_CALL = ToolCall("example", json.dumps({"of": _VALUES[0]}))
 _OF = {"type": "object", "properties": {"of": {"type": "string", "description": "What."}}, "required": ["of"]}
-CALL_EXAMPLE: Sequence[Mapping[str, Any]] = (
-    {"role": "user", "content": "?"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALLED]},
-)
-"""A conversation that shows how a template writes a call of `EXAMPLE_TOOL`."""
 EXAMPLE_TOOL = {"type": "function", "function": {"name": _CALL.name, "description": "Try.", "parameters": _OF}}
 
 
-def leaves_out_calls(written: str) -> bool:
-    """Return whether a template has left out the call of `CALL_EXAMPLE`."""
-    return _VALUE not in written
+def call_example(num_calls: int) -> list[dict[str, Any]]:
+    """Return a conversation that shows how a template writes one or two calls of `EXAMPLE_TOOL`."""
+    calls = [
+        {"id": f"a1B2c3D4{number}", "type": "function", "function": {"name": _CALL.name, "arguments": {"of": value}}}
+        for number, value in enumerate(_VALUES[:num_calls])
+    ]
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def detect_format(template: str, written: str) -> ToolFormat | None:
-    """Return the format of calls of a template that supports tools; None: unknown.
+def with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have their arguments as JSON text."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [call["function"] for call in calls]
+    texts = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
+    return {**message, "tool_calls": [{**call, "function": text} for call, text in zip(calls, texts, strict=True)]}
+
+
+@dataclass(frozen=True, slots=True)
+class CallsTaken:
+    """Say how a template takes the calls of earlier answers."""
+
+    # The template leaves them out.
+    left_out: bool
+    # The template needs the arguments as JSON text, not as an object.
+    as_text: bool
+    # The template takes several in one message.
+    several: bool
+
+
+def find_calls_taken(
+    form: ToolFormat | None, render: Callable[[Sequence[Mapping[str, Any]]], str | None]
+) -> CallsTaken | None:
+    """Find out by examples how a template takes calls; None: it refuses them, or does not write them in the format.
 
     Args:
-        template: the source. The markers in it tell the format, unless the template writes a call in another one.
-            Qwen3-Coder's and others put XML, not JSON, between Hermes' tags.
-        written: `CALL_EXAMPLE` as the template writes it.
+        form: the format by the template's markers. The template may still write calls in another one: Qwen3-Coder's and
+            others put XML, not JSON, between Hermes' tags.
+        render: returns what the template writes for a conversation; None if the template refuses it.
     """
-    form = _marked_format(template)
-    return form if form is not None and (leaves_out_calls(written) or form.reads_example(written)) else None
+    for as_text in (False, True):
+        one, two = (
+            render([with_text_arguments(message) if as_text else message for message in call_example(num_calls)])
+            for num_calls in (1, 2)
+        )
+        left_out = one is not None and _VALUES[0] not in one
+        if one is not None and (left_out or (form is not None and form.reads_example(one))):
+            return CallsTaken(left_out, as_text, left_out or (two is not None and _VALUES[1] in two))
+    return None
 
 
-def _marked_format(template: str) -> ToolFormat | None:
+def marked_format(template: str) -> ToolFormat | None:
+    """Return the format that the markers in a template's source tell; None: unknown."""
     if OPEN in template:
         return HERMES
     if MISTRAL_MARKER in template:

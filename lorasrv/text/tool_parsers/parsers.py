@@ -29,7 +29,7 @@ class MistralReader:
     """Stream text until the first marker, then hold the rest back until the answer ends."""
 
     markers: Sequence[str] = (MISTRAL_MARKER,)
-    begin_of_list = _list_behind(*markers)
+    begin_of_list, end_of_list = _list_behind(*markers), re.compile(r"\s*\]")
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -58,14 +58,14 @@ class MistralReader:
         if front is None:
             return None
         value, end = _value_at(text, front.end())
-        return _found(value, self._names, ("arguments",), _behind(_END_OF_LIST, text, end))
+        return _found(value, self._names, ("arguments",), _behind(self.end_of_list, text, end))
 
 
 class GraniteReader(MistralReader):
-    """Read a list of calls behind Granite's markers."""
+    """Read a list of calls behind Granite's markers, and Phi-4-mini's, which also ends with a marker."""
 
     markers = GRANITE_MARKER, OPEN
-    begin_of_list = _list_behind(*markers)
+    begin_of_list, end_of_list = _list_behind(*markers), re.compile(r"\s*\](?:\s*<\|/tool_call\|>)?")
 
 
 class MistralNamesReader(MistralReader):
@@ -108,7 +108,6 @@ class LlamaReader:
         return _found(value, self._names, ("parameters", "arguments"), _behind(_SEMICOLONS, text, end))
 
 
-_END_OF_LIST = re.compile(r"\s*\]")
 _MARKED, _SEMICOLONS = re.compile(r"\s*<\|python_tag\|>"), re.compile(r"[;\s]*;")
 """Text before a call, and after it."""
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant)

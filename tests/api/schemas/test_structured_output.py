@@ -173,6 +173,15 @@ class TestTools:
         [choice] = self.ask(server, parallel_tool_calls=False).json()["choices"]
         assert len(choice["message"]["tool_calls"]) == 1
 
+    def test_an_answer_has_one_call_where_the_template_takes_one(self, server, engine, with_template) -> None:
+        """With two, Llama 3's template refuses an agent's next request."""
+        with_template(templates.LLAMA)
+        engine.script = say('{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}')
+        message = self.ask(server).json()["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}
+        assert self.ask(server, messages=[{"role": "user", "content": "time?"}, message, result]).status_code == 200
+
     @pytest.mark.parametrize(
         ("choice", "rules"), [("required", 2), ({"type": "function", "function": {"name": "clock"}}, 1)]
     )

@@ -22,7 +22,6 @@ from lorasrv.text.structured_output.grammar import json_of
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.text.tool_parsers.base import Tool, ToolCall
 from lorasrv.text.tool_parsers.formats import (
-    CALL_EXAMPLE,
     GRANITE,
     HERMES,
     LLAMA,
@@ -30,6 +29,7 @@ from lorasrv.text.tool_parsers.formats import (
     MISTRAL_11,
     MISTRAL_13,
     ToolFormat,
+    call_example,
 )
 from lorasrv.text.tool_parsers.parsers import OPEN
 
@@ -101,6 +101,7 @@ ANSWERS = [
     (GRANITE, f"Well. <|tool_call|>[{P}, {C}]", ["Well.", PARIS, CLOCK]),
     (GRANITE, f"Well. <tool_call>[{P}, {C}]", ["Well.", PARIS, CLOCK]),
     (GRANITE, f"[TOOL_CALLS][{P}]", [f"[TOOL_CALLS][{P}]"]),
+    (GRANITE, f"<|tool_call|>[{P}, {C}]<|/tool_call|>", [PARIS, CLOCK]),
     (MISTRAL, f"[TOOL_CALLS][{P}] and text", [PARIS, " and text"]),
     (
         MISTRAL_13,
@@ -201,7 +202,9 @@ def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> Non
     ("template", "form"),
     [
         (templates.HERMES, HERMES),
-        (templates.LLAMA, LLAMA),
+        (templates.HERMES_TEXT, HERMES),
+        (templates.LLAMA, replace(LLAMA, takes_several=False)),
+        (templates.LLAMA.replace("length != 1", "length < 1"), replace(LLAMA, takes_several=False)),
         (templates.MISTRAL, MISTRAL),
         (templates.XML, None),
         (templates.MISTRAL_NAMES, MISTRAL_13),
@@ -213,7 +216,7 @@ def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> Non
     ],
 )
 def test_the_template_tells_the_format(builtin_source: Any, template: str, form: ToolFormat | None) -> None:
-    assert ChatTemplate(template).tool_format is form
+    assert ChatTemplate(template).tool_format == form
     assert ("tools" in ChatTemplate(template).variables) == (template != templates.PLAIN)
     built_in = ChatTemplate.from_source(builtin_source)
     assert built_in is not None
@@ -222,13 +225,22 @@ def test_the_template_tells_the_format(builtin_source: Any, template: str, form:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, MISTRAL_13, MISTRAL_11, GRANITE], ids=lambda form: form.name)
 def test_calls_in_content_are_as_a_model_writes_them(form: ToolFormat) -> None:
-    user, assistant = CALL_EXAMPLE
+    user, assistant = call_example(1)
     assert form.in_content(user) is user
     calls = [{"function": {"name": "clock", "arguments": arguments}} for arguments in ({}, {"a": "é"})]
     written = form.in_content({**assistant, "content": "See.", "tool_calls": calls})
     assert written.keys() == {"role", "content"}
     told = read(form, [written["content"].removeprefix("See.\n")])
     assert told == [CLOCK, ToolCall("clock", '{"a": "é"}')]
+
+
+@pytest.mark.parametrize("template", [templates.HERMES_TEXT, templates.HERMES_TEXT.replace(" + '}", " ~ '}")])
+def test_arguments_are_text_for_a_template_that_needs_it(template: str) -> None:
+    """With an object, the one cannot be rendered, and the other writes a dict of Python."""
+    function = {"name": "clock", "arguments": {"zone": "é <b>", "at": [1, None, True]}}
+    chat = [*call_example(2), {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    ours, expected = (ChatTemplate(each).render(chat, tools=[templates.CLOCK]) for each in (template, templates.HERMES))
+    assert ours == expected
 
 
 def test_special_tokens_around_calls_are_shown(builtin_tokenizer: Tokenizer) -> None:
