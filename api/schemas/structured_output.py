@@ -1,10 +1,11 @@
 """Define the structured output fields: `response_format` of OpenAI, LoRAX and TGI, vLLM's `guided_*` and its newer
 `structured_outputs`.
 
-A request may use one of them.
+A request may use one of them, or several that say the same.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -122,7 +123,7 @@ class StructuredFields(GuidedFields):
         """Build the grammar of the answer; None if it has none. Call in a thread.
 
         Raises:
-            InvalidRequest: it is malformed or too large, or there are two.
+            InvalidRequest: it is malformed or too large, or two differ.
         """
         builders: dict[str, Callable[[Any, str], Grammar | None]] = {
             "response_format": ResponseFormat.grammar,
@@ -135,9 +136,12 @@ class StructuredFields(GuidedFields):
         fields = {name: getattr(self, name) for name in builders}
         wanted = {name: builders[name](value, name) for name, value in fields.items() if value is not None}
         given = {name: grammar for name, grammar in wanted.items() if grammar}
-        if len(given) > 1:
-            first, second = list(given)[:2]
-            raise InvalidRequest(f"{first} and {second} exclude each other; send one", param=second)
+        # Clients of several releases of vLLM send one grammar in two fields.
+        first = next(iter(given), "")
+        if other := next(
+            (name for name in given if replace(given[name], param=given[first].param) != given[first]), None
+        ):
+            raise InvalidRequest(f"{first} and {other} exclude each other; send one", param=other)
         return next(iter(given.values()), None)
 
 

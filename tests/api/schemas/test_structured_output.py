@@ -72,7 +72,9 @@ FIELDS: dict[Callable[[str], Grammar], list[dict[str, Any]]] = {
     ],
     partial(source.choice_of, ["yes"]): [{"guided_choice": ["yes"]}, {"structured_outputs": {"choice": ["yes"]}}],
     partial(source.grammar_of, 'start: "a"'): [
-        *({"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}})
+        *({"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}),
+        # As guidance sends it.
+        {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}},
     ],
 }
 
