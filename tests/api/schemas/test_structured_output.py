@@ -194,6 +194,26 @@ class TestTools:
         assert grammar.param == "tools"
         assert grammar.text.count("%json") == rules
 
+    @pytest.mark.parametrize(
+        ("parameters", "is_closed"),
+        [
+            ({"properties": {"zone": {"type": "string"}}, "required": ["zone"]}, True),
+            ({"properties": {}}, True),
+            ({}, False),
+            ({"properties": {}, "required": ["zone"]}, False),
+            ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
+            ({"properties": {}, "allOf": [{"properties": {"zone": {"type": "string"}}}]}, False),
+        ],
+    )
+    def test_a_function_is_called_with_the_arguments_that_it_lists(
+        self, server, engine, parameters: dict[str, Any], is_closed: bool
+    ) -> None:
+        tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", **parameters}}}
+        assert self.ask(server, tools=[tool], tool_choice="required").status_code == 200
+        schema = json.loads(engine.added[0].constraint.text.partition("arguments_0: %json ")[2].partition("\n")[0])
+        assert (schema.get("additionalProperties") is False) == is_closed
+        assert "additionalProperties" not in bytes(engine.added[0].prompt).decode() or not is_closed
+
     def test_strict_tools_have_a_grammar_also_where_no_call_is_forced(self, server, engine) -> None:
         """As openai-python's own helpers for tools ask: `pydantic_function_tool`, `chat.completions.parse`."""
 
