@@ -29,7 +29,7 @@ ERROR_CAUSE = "lorasrv.error_cause"
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
-NO_ROUTE = "there is no such route; OpenAI's are below /v1"
+NO_ROUTE = "there is no such route; all are listed at /openapi.json, OpenAI's below /v1"
 BROKEN_OFF = "generation_failed"
 """Error code of an answer that ended early."""
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})

@@ -1,7 +1,7 @@
 """Real clients against one real server: `make test-clients`. Each environment is made once, in build/clients.
 
-The server is `lorasrv serve` with the built-in base and the three personas. Prints the versions that were tested; with
-`--record docs/clients.md` also writes them into that page's table.
+The server is `lorasrv serve` with the built-in base and the three personas; agents get one whose base has a chat
+template with tools. Prints the versions that were tested; with `--record` also writes them into docs/clients.md.
 """
 
 import argparse
@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from served import serve  # noqa: E402
+from tool_templates import CHATML_TOOLS  # noqa: E402
+
+from lorasrv.models.loader.locate import builtin_file  # noqa: E402
 
 HERE = Path(__file__).parent
 MADE = ROOT / "build" / "clients"
@@ -25,10 +28,12 @@ BASE, ADAPTER = "smollm2-135m", "blackbeard"
 # Environment -> distribution -> script. Two share an environment where their requirements do not clash.
 CLIENTS = {
     "openai": {"openai": "use_openai.py", "huggingface_hub": "use_huggingface_hub.py"},
-    "agents": {"openai-agents": "use_agents.py"},
+    "agents": {"openai-agents": "use_agents.py", "pydantic-ai-slim": "use_pydantic_ai.py"},
     "lorax": {"lorax-client": "use_lorax.py"},
     "litellm": {"litellm": "use_litellm.py", "langchain-openai": "use_langchain.py"},
 }
+WITH_TOOLS = frozenset({"agents"})
+"""Environments whose clients need a base with tools."""
 ROW = "| {name} | {version} |"
 BEGIN, END = "<!-- versions: make test-clients ARGS=--record -->\n", "<!-- end of versions -->"
 SCRIPT_SECONDS = 240
@@ -41,17 +46,20 @@ def main() -> int:
     given = parser.parse_args()
     wanted = given.only or list(CLIENTS)
     pythons = {name: environment(name) for name in wanted}
-    versions, failed = {}, []
-    with serve("--pool-bytes", "512MiB", adapters=personas()) as served:
-        print(f"server: {served.url}", flush=True)
-        for name, python in pythons.items():
-            for distribution, script in CLIENTS[name].items():
-                versions[distribution] = version_of(python, distribution)
-                print(f"{distribution} {versions[distribution]}", flush=True)
-                started = time.monotonic()
-                if not run(python, script, served.url):
-                    failed.append(distribution)
-                print(f"  {time.monotonic() - started:.1f} s", flush=True)
+    versions = {d: version_of(python, d) for name, python in pythons.items() for d in CLIENTS[name]}
+    failed = list[str]()
+    for names, options in ((WITH_TOOLS, ("--model", base_with_tools())), (CLIENTS.keys() - WITH_TOOLS, ())):
+        if not names & pythons.keys():
+            continue
+        with serve("--pool-bytes", "512MiB", "--served-model-name", BASE, *options, adapters=personas()) as served:
+            print(f"server: {served.url} {' '.join(map(str, options))}", flush=True)
+            for name in [name for name in pythons if name in names]:
+                for distribution, script in CLIENTS[name].items():
+                    print(f"{distribution} {versions[distribution]}", flush=True)
+                    started = time.monotonic()
+                    if not run(pythons[name], script, served.url):
+                        failed.append(distribution)
+                    print(f"  {time.monotonic() - started:.1f} s", flush=True)
     if given.record and not failed:
         record(versions)
     print(f"{len(versions) - len(failed)} passed, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
@@ -73,6 +81,15 @@ def environment(name: str) -> Path:
     subprocess.run([*pip, "-c", str(constraints), "-r", str(requirements)], check=True)
     stamp.write_text(wanted)
     return python
+
+
+def base_with_tools() -> Path:
+    """The built-in base with a template of tools, made anew."""
+    made = MADE / "tools.gguf"
+    MADE.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--force", "--chat-template", CHATML_TOOLS]
+    subprocess.run([*command, str(builtin_file()), str(made)], check=True, capture_output=True)
+    return made
 
 
 def personas() -> dict[str, Path]:

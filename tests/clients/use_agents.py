@@ -1,7 +1,7 @@
-"""OpenAI's Agents SDK, over Responses and over chats: answers, streams, typed answers, and its errors."""
+"""OpenAI's Agents SDK, over Responses and over chats: answers, streams, typed answers, a tool, and its errors."""
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from agents import (
     Agent,
@@ -13,7 +13,7 @@ from agents import (
     set_tracing_disabled,
 )
 from common import Arguments, check, check_differ, passed
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, NotFoundError
 from pydantic import BaseModel, Field
 
 QUESTION = "Say hello in five words."
@@ -25,13 +25,13 @@ class Pirate(BaseModel):
 
 
 @function_tool
-def weather(city: str) -> str:
+def weather(city: Literal["Paris", "Rome"]) -> str:
     """Tell the weather of a city."""
     return f"sunny in {city}"
 
 
-def agent(client: AsyncOpenAI, kind: type[Any], name: str, **more: Any) -> Agent[Any]:
-    settings = ModelSettings(max_tokens=500, temperature=0)
+def agent(client: AsyncOpenAI, kind: type[Any], name: str, *, forces_call: bool = False, **more: Any) -> Agent[Any]:
+    settings = ModelSettings(max_tokens=500, temperature=0, tool_choice="required" if forces_call else None)
     return Agent(name="persona", model=kind(model=name, openai_client=client), model_settings=settings, **more)
 
 
@@ -47,13 +47,18 @@ async def main(arguments: Arguments) -> None:
         check(streamed.final_output == texts[1] and len(deltas) > 5)
         typed = (await Runner.run(agent(client, kind, arguments.adapter, output_type=Pirate), QUESTION)).final_output
         check(isinstance(typed, Pirate))
+        # The SDK forces only the first answer to call.
+        called = await Runner.run(agent(client, kind, arguments.adapter, forces_call=True, tools=[weather]), QUESTION)
+        outputs = [item.output for item in called.new_items if item.type == "tool_call_output_item"]
+        check(bool(outputs) and set(outputs) <= {"sunny in Paris", "sunny in Rome"}, str(outputs))
+        check(bool(called.final_output))
         try:
-            await Runner.run(agent(client, kind, arguments.adapter, tools=[weather]), QUESTION)
-        except BadRequestError as error:
-            check("template" in str(error), str(error))
+            await Runner.run(agent(client, kind, "nobody"), QUESTION)
+        except NotFoundError as error:
+            check("nobody" in str(error), str(error))
         else:
-            check(False, "the built-in base took tools")
-        passed(f"{kind.__name__}: answers, streams, typed answers, errors")
+            check(False, "nobody answered")
+        passed(f"{kind.__name__}: answers, streams, typed answers, a called tool, errors")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def errors(client: openai.OpenAI, arguments: Arguments) -> None:
         ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"n": 99}, openai.BadRequestError, "n"),
         ({"messages": []}, openai.BadRequestError, "messages"),
+        # The built-in base's template has none.
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, openai.BadRequestError, "tools"),
     ]
     for change, kind, param in wrong:
         for stream in (False, True):

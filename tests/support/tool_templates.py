@@ -1,7 +1,7 @@
 """Chat templates with tools, or reasoning, written for these tests in the ways that published models have: the markers,
 variables and message fields are theirs, the protocol_format is not."""
 
-HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
+CHATML_TOOLS = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
 {{- '\\nCall one with <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
@@ -10,8 +10,12 @@ HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+HERMES = CHATML_TOOLS + (
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
 
 HERMES_TEXT = HERMES.replace("(call.function.arguments | tojson) + '}", "call.function.arguments + '}")
 """Needs the arguments of calls as text."""

@@ -229,7 +229,10 @@ class TestNaming:
     def test_a_route_that_is_none_says_where_they_are(self, server, path: str) -> None:
         response = server.http.get(path)
         assert coded(response) == (404, "not_found")
-        assert error_of(response)["message"] == "there is no such route; OpenAI's are below /v1"
+        assert (
+            error_of(response)["message"]
+            == "there is no such route; all are listed at /openapi.json, OpenAI's below /v1"
+        )
 
     def test_unknown_names_the_near_ones(self, server, engine) -> None:
         for param in ("model", "adapter_id"):

@@ -164,7 +164,7 @@ def test_links_lead_somewhere() -> None:
 def test_versions_of_clients_are_those_that_are_installed() -> None:
     pins = {}
     for file in (ROOT / "tests" / "clients" / "requirements").glob("*.txt"):
-        pins |= dict(line.split("==") for line in file.read_text("utf-8").split() if "==" in line)
+        pins |= dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", file.read_text("utf-8"), re.M))
     text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     table = text[text.index("<!-- versions") : text.index("<!-- end of versions")]
     assert dict(re.findall(r"^\| ([a-z_-]+) \| ([0-9.]+) \|$", table, re.M)) == pins
@@ -173,7 +173,7 @@ def test_versions_of_clients_are_those_that_are_installed() -> None:
 def replayed_clients() -> dict[str, str]:
     """Version by client, of the table of replayed ones."""
     text = (ROOT / "docs" / "clients.md").read_text("utf-8")
-    table = text[text.index("**Replayed**") : text.index("Where a client asks")]
+    table = text[text.index("**Replayed**") : text.index("**Tried**")]
     return dict(re.findall(r"^\| (\S[^|]*) \| (.*?) \| [^|]+ \|$", table, re.M)[1:])
 
 
@@ -186,12 +186,12 @@ def test_versions_of_replayed_clients_are_those_of_their_bodies() -> None:
 def test_the_readme_names_the_versions_of_the_page() -> None:
     """Of clients that run two numbers, of replayed ones the first number or commit that stands for their bodies."""
     names = {"openai": "openai-python", "litellm": "LiteLLM", "langchain-openai": "LangChain"}
-    names["openai-agents"] = "OpenAI Agents SDK"
+    names |= {"openai-agents": "OpenAI Agents SDK", "pydantic-ai-slim": "Pydantic AI"}
     page_text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     ran = re.findall(r"^\| ([a-z_-]+) \| (\d+\.\d+)[0-9.]* \|$", page_text, re.M)
     replayed = [(name, re.search(r"\b(\d[\w.]*|[0-9a-f]{7})\b", v)) for name, v in replayed_clients().items()]
     told = [f"{names.get(name, name)} {version}" for name, version in ran]
     told += [f"{name} {found[0]}" for name, found in replayed if found is not None]
-    assert len(told) == 13
+    assert len(told) == 14
     assert [one for one in told if one not in readme] == []
