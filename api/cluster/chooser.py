@@ -50,7 +50,7 @@ class Chooser(Protocol):
         """Return a context that holds a place at the best replica that is not in `tried` while the context is open.
 
         Raises:
-            NoReplicaReady: on entering; all ready replicas were tried, or none is ready.
+            NoReplicaReady: on entering; all replicas were tried, except those that say that they are not ready.
         """
 
     def choose_prefill(self, prompt: Demand, kernels: str, failing: Collection[str]) -> "_Prefilling":
@@ -74,6 +74,13 @@ class Chooser(Protocol):
     def on_no_figures(self, replica_id: str) -> None:
         """Record a replica that answers without figures as ready and idle: its last figures may be out of date."""
 
+    def on_silence(self, replica_id: str) -> None:
+        """Record a replica as not ready until `on_figures` or `on_no_figures` is called, because it does not answer."""
+
+    @property
+    def silent(self) -> Collection[str]:
+        """Return the ids of the replicas that do not answer; `choose` takes them last."""
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         """Multiply the weights of the replicas' addresses by these."""
 
@@ -94,25 +101,43 @@ class StaticChooser:
         # Placement of prompts that one replica computes for another.
         self._prompts = make_placement(placement.name)
         self._weights: Mapping[str, float] = {}
+        self._silent: set[str] = set()
         # Number of running requests by replica.
         self._sent: Counter[str] = Counter()
         self.set_addresses(addresses)
 
     def set_addresses(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Replace the list of replicas; requests that run on replicas of both lists still count."""
-        self._addresses = {address.id: address for address in addresses}
-        prefill = [one for one in addresses if one.role == PREFILL]
+        self._silent &= {address.id for address in addresses}
+        known = [replace(one, is_ready=one.is_ready and one.id not in self._silent) for one in addresses]
+        self._addresses = {address.id: address for address in known}
+        prefill = [one for one in known if one.role == PREFILL]
         self._prompts.set_replicas(map(self._placed, prefill))
         # Prefill replicas answer requests if there are no others.
-        self._placement.set_replicas(map(self._placed, [one for one in addresses if one.role != PREFILL] or prefill))
+        answering = [one for one in known if one.role != PREFILL] or prefill
+        self._placement.set_replicas(map(self._placed, answering))
+        self._last = tuple(one.id for one in answering if one.id in self._silent)
 
     @asynccontextmanager
     async def choose(self, demand: Demand, tried: Collection[str]) -> AsyncIterator[ReplicaAddress]:
-        chosen = next((name for name in self._placement.rank(demand) if name not in tried), None)
+        chosen = next((name for name in self._in_order(demand) if name not in tried), None)
         if chosen is None:
             raise NoReplicaReady(f"{len(tried)} replicas could not answer", retry_after_s=RETRY_AFTER_S)
         with self.sent_to(self._placement, chosen, demand) as replica:
             yield replica
+
+    def _in_order(self, demand: Demand) -> Sequence[str]:
+        """Return the ready replicas as the placement ranks them, then those that do not answer, which may only be slow.
+
+        Raises:
+            NoReplicaReady: there are neither.
+        """
+        try:
+            return (*self._placement.rank(demand), *self._last)
+        except NoReplicaReady:
+            if not self._last:
+                raise
+            return self._last
 
     @contextmanager
     def choose_prefill(self, prompt: Demand, kernels: str, failing: Collection[str]) -> Iterator[ReplicaAddress | None]:
@@ -149,6 +174,14 @@ class StaticChooser:
         self._set_ready(replica_id, True)
         self._report(replica_id, ReplicaReport())
 
+    def on_silence(self, replica_id: str) -> None:
+        self._silent.add(replica_id)
+        self.set_addresses(self.replicas())
+
+    @property
+    def silent(self) -> Collection[str]:
+        return self._silent
+
     def weigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self.set_addresses(self.replicas())
@@ -161,7 +194,8 @@ class StaticChooser:
 
     def _set_ready(self, replica_id: str, is_ready: bool) -> None:
         address = self._addresses.get(replica_id)
-        if address is not None and address.is_ready != is_ready:
+        if address is not None and (address.is_ready != is_ready or replica_id in self._silent):
+            self._silent.discard(replica_id)
             self._addresses[replica_id] = replace(address, is_ready=is_ready)
             self.set_addresses(self.replicas())
 

@@ -113,7 +113,7 @@ class Edge:
         """Return the ids of the replicas that recently did not answer."""
         now_s = time.monotonic()
         self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
-        return self._suspects.keys() | (set() if self._survey is None else self._survey.silent)
+        return self._suspects.keys() | set(self._chooser.silent)
 
     @property
     def is_stopping(self) -> bool:

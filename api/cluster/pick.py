@@ -57,5 +57,5 @@ class ReplicaWatch(StaticChooser):
 
     def set_addresses(self, addresses: Sequence[ReplicaAddress]) -> None:
         super().set_addresses(addresses)
-        if any(address.is_ready for address in addresses):
+        if any(address.is_ready for address in self.replicas()):
             self.was_ready.set()

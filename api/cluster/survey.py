@@ -35,8 +35,6 @@ class Survey:
         self._chooser, self._upstreams, self._stats = chooser, upstreams, stats
         self._secret = f"Bearer {secret}".encode()
         self.figures: dict[str, ReplicaFigures] = {}
-        # Ids of replicas that did not answer when they were last asked.
-        self.silent: set[str] = set()
         # Ids of replicas that are being asked.
         self._asked: set[str] = set()
 
@@ -51,7 +49,6 @@ class Survey:
             while True:
                 replicas = {one.id: one for one in self._chooser.replicas()}
                 self.figures = {name: said for name, said in self.figures.items() if name in replicas}
-                self.silent &= replicas.keys()
                 for name in replicas.keys() - self._asked:
                     self._asked.add(name)
                     asking.create_task(self._hear(replicas[name]))
@@ -63,26 +60,25 @@ class Survey:
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, body = await self._upstreams.fetch(replica.url, self._question(replica))
-            if replica.id in self.silent:
-                self.silent.remove(replica.id)
-                _LOG.info("replica %s at %s answers again", replica.id, replica.url)
             figures = _figures(json.loads(body)) if status == 200 else None
         except (Unreachable, Broken, TimeoutError):
-            if replica.id not in self.silent:
-                self.silent.add(replica.id)
-                _LOG.warning("replica %s at %s does not answer; requests go to others first", replica.id, replica.url)
-            figures = None
+            self.figures.pop(replica.id, None)
+            if replica.id not in self._chooser.silent:
+                _LOG.warning("replica %s at %s does not answer, so it is not ready", replica.id, replica.url)
+                self._chooser.on_silence(replica.id)
+            return
         except (ValueError, KeyError, TypeError):
             figures = None
         finally:
             self._asked.remove(replica.id)
-        if figures is not None:
+        if replica.id in self._chooser.silent:
+            _LOG.info("replica %s at %s answers again", replica.id, replica.url)
+        if figures is None:
+            self.figures.pop(replica.id, None)
+            self._chooser.on_no_figures(replica.id)
+        else:
             self.figures[replica.id] = figures
             self._chooser.on_figures(replica.id, figures)
-            return
-        self.figures.pop(replica.id, None)
-        if replica.id not in self.silent:
-            self._chooser.on_no_figures(replica.id)
 
     def _weigh(self) -> None:
         rates = {name: one.rates for name, one in self.figures.items()}

@@ -226,12 +226,19 @@ def test_a_replica_that_hangs_is_asked_last_until_it_goes_on(cluster: Any, monke
         goes_on.wait(60)
         replica_of("r0")(seen)
 
+    def ready() -> dict[str, bool]:
+        rows = cluster.http.get("/v1/replicas", headers=ADMIN).json()["replicas"]
+        return {row["id"]: row["is_ready"] for row in rows}
+
     cluster.replicas[0].answer = hangs
     eventually(lambda: "r0" in cluster.edge.suspects())
+    assert ready() == {"r0": False, "r1": True, "r2": True}
+    assert cluster.http.get("/ready").json()["replicas"] == 2
     assert cluster.http.post("/v1/completions", json=ask, timeout=30).json()["by"] == "r1"
     cluster.replicas[1].answer = replica_of("r1", is_ready=False)
     eventually(lambda: not cluster.chooser.replicas()[1].is_ready)
     assert cluster.http.post("/v1/completions", json=ask, timeout=30).json()["by"] == "r2"
     goes_on.set()
     eventually(lambda: "r0" not in cluster.edge.suspects())
+    assert ready()["r0"]
     assert cluster.http.post("/v1/completions", json=ask).json()["by"] == "r0"

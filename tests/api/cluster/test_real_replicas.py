@@ -120,7 +120,7 @@ def test_a_stopped_replica_gets_nothing_until_it_goes_on(
         assert ask_all() > 0
     told = [record.getMessage() for record in caplog.records if record.name == survey.__name__]
     where = f"replica r0 at {stopped.url}"
-    assert told == [f"{where} does not answer; requests go to others first", f"{where} answers again"]
+    assert told == [f"{where} does not answer, so it is not ready", f"{where} answers again"]
 
 
 def test_a_kill_under_load_fails_nothing(cluster: Any) -> None:
