@@ -308,7 +308,8 @@ def _costs(
     file = cache_file(model_name, options.config.model)
     cached = None if options.recalibrate else read_cached(file)
     if options.server is not None:
-        return _learnt(samples, cached), f"costs learnt by {options.server}"
+        named = "" if options.replica is None else f", replica {options.replica}"
+        return _learnt(samples, cached), f"costs learnt by {options.server}{named}"
     if cached is None:
         # Set before torch is imported, as in `serve`.
         import os
