@@ -247,18 +247,20 @@ class Client:
         body = {"id": reference, "defaults": dict(defaults), "if_not_exists": True}
         return self._json("POST", "/v1/adapters", json=body)
 
-    def make_snapshot(self, reference: str) -> dict[str, Any]:
-        """Store the keys and values of a persona's prompt on the server's disk."""
-        return self._json("POST", _path_of(reference, ":snapshot"))
+    def make_snapshot(self, reference: str, replica: str | None = None) -> dict[str, Any]:
+        """Store the keys and values of a persona's prompt on the server's disk; behind an edge, on a replica's."""
+        return self._json("POST", _path_of(reference, ":snapshot"), params=_of(replica))
 
-    def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
+    def warm(self, reference: str, deadline_ms: int | None = None, replica: str | None = None) -> dict[str, Any]:
         """Load an adapter into the pool. Returns when it is resident, or at the deadline.
+
+        Behind an edge without `replica`, it is the pool of the replica that the adapter's requests go to.
 
         None is the server's default deadline.
         """
         body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
         timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
-        return self._json("POST", _path_of(reference, ":warm"), json=body, timeout=timeout)
+        return self._json("POST", _path_of(reference, ":warm"), json=body, params=_of(replica), timeout=timeout)
 
     def verify(self, reference: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Compare an adapter with PEFT. Yields `{"progress": [what, share]}` repeatedly, and at the end the verdict."""
@@ -275,9 +277,9 @@ class Client:
                 raise Refused(500, event["error"])
             yield event
 
-    def pin(self, reference: str, *, pinned: bool) -> dict[str, Any]:
-        """Pin an adapter to the pool, or unpin it."""
-        return self._json("PATCH", _path_of(reference), json={"pinned": pinned})
+    def pin(self, reference: str, *, pinned: bool, replica: str | None = None) -> dict[str, Any]:
+        """Pin an adapter to the pool, or unpin it; behind an edge, in a replica's pool."""
+        return self._json("PATCH", _path_of(reference), json={"pinned": pinned}, params=_of(replica))
 
     def limit(self, adapter_id: str, limits: Mapping[str, float]) -> dict[str, float]:
         """Replace the limits of an id, or remove them if there are none. Returns the new limits."""

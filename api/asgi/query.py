@@ -79,4 +79,9 @@ def names_no_replica(request: Request) -> None:
 
 
 OF_ONE_SERVER = (Depends(names_no_replica),)
+NO_POOL = (
+    "has no pool: send this to a server that follows it; behind an edge, name one of /v1/replicas with ?replica=ID "
+    "(--replica ID)"
+)
+"""What a registry answers to requests about a pool; an edge sends it those that name no replica."""
 IfMatch = Annotated[frozenset[str] | None, Depends(if_match)]

@@ -130,9 +130,12 @@ class Edge:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             check_framing(scope["headers"])
-            if scope["method"] in ("GET", "HEAD") and await self._answer_here(scope, receive, send):
+            replica = named_replica(self._chooser, scope["method"], scope["path"], scope.get("query_string", b""))
+            if replica is not None:
+                await self._ask_one(replica, scope, receive, send)
+            elif scope["method"] in ("GET", "HEAD") and await self._answer_here(scope, receive, send):
                 return
-            if destination(scope["method"], scope["path"]) is Destination.REPLICA:
+            elif destination(scope["method"], scope["path"]) is Destination.REPLICA:
                 await self._ask_replicas(scope, receive, send)
             else:
                 await self._ask_registry(scope, receive, send)
@@ -164,6 +167,15 @@ class Edge:
             await run_until_disconnect(receive, forwarded.run())
         finally:
             self._kept_bytes -= num_bytes
+
+    async def _ask_one(self, replica: ReplicaAddress, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pipe a request to the replica that its query names, and the answer back."""
+        query = without_replica(scope.get("query_string", b""))
+        try:
+            await self._pipe_from(replica.url, {**scope, "query_string": query}, receive, send)
+        except Unreachable as error:
+            why = f"replica {replica.id} does not answer ({error})"
+            raise NoReplicaReady(why, retry_after_s=RETRY_AFTER_S) from None
 
     async def _ask_registry(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pipe a request and its answer. The request is never sent twice, because it may change the store."""
@@ -213,16 +225,8 @@ class Edge:
         await run_until_disconnect(left, ask_and_pipe())
 
     async def _answer_here(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer a request to the edge itself, or to a replica that the query names; return whether it was one."""
-        path, query = scope["path"], scope.get("query_string", b"")
-        replica = named_replica(self._chooser, path, query)
-        if replica is not None:
-            try:
-                await self._pipe_from(replica.url, {**scope, "query_string": without_replica(query)}, receive, send)
-            except Unreachable as error:
-                why = f"replica {replica.id} does not answer ({error})"
-                raise NoReplicaReady(why, retry_after_s=RETRY_AFTER_S) from None
-            return True
+        """Answer a request to the edge itself; return whether it was one."""
+        path = scope["path"]
         answer = OPEN.get(path) or GUARDED.get(path)
         if answer is None:
             return False

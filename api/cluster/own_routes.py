@@ -4,6 +4,7 @@ The edge knows no keys. A client may read the edge's figures if it may read a re
 the client's own headers.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,18 +18,21 @@ from api.errors import ApiError
 from api.observability.metrics.registry import as_text
 from api.observability.metrics.requests import connections_cut
 
-OF_REPLICA = frozenset({"/metrics", "/v1/pool", "/info"})
-"""Paths that a single replica answers if the query names it: `?replica=ID`."""
+_SHOWN = frozenset({"/metrics", "/v1/pool", "/info"})
+_CHANGED = {"PATCH": re.compile(r"/v1/adapters/[^/]+"), "POST": re.compile(r"/v1/adapters/[^/]+:(warm|snapshot)")}
+"""What one replica answers if the query names it, `?replica=ID`: its figures, and requests about its pool."""
 Figures = Mapping[str, ReplicaFigures]
 
 
-def named_replica(chooser: Chooser, path: str, query: bytes) -> ReplicaAddress | None:
-    """Return the replica that a query names; None if it names none.
+def named_replica(chooser: Chooser, method: str, path: str, query: bytes) -> ReplicaAddress | None:
+    """Return the replica that a query names; None if it names none, or if no single replica answers such requests.
 
     Raises:
         ApiError: there is no such replica.
     """
-    given = parse_qs(query.decode("latin-1"), keep_blank_values=True) if path in OF_REPLICA else {}
+    changed = _CHANGED.get(method)
+    is_of_one = path in _SHOWN if method in ("GET", "HEAD") else changed is not None and changed.fullmatch(path)
+    given = parse_qs(query.decode("latin-1"), keep_blank_values=True) if is_of_one else {}
     if "replica" not in given:
         return None
     name = given["replica"][0]

@@ -118,15 +118,12 @@ class StoreEngine:
     async def residents(self) -> list[tuple[AdapterKey, int]]:
         return []
 
-    def check_computes(self) -> None:
-        """Refuse work that would be computed later, such as batches.
+    def check_computes(self, without: str) -> None:
+        """Refuse a request that only a server with an engine can answer.
 
         Raises: NoEngine.
         """
-        raise NoEngine(
-            "this server is a registry, which answers no prompts and so keeps no batches: lorasrv batch sends the "
-            "lines of a file to any other server, or to an edge; /v1/batches of a server with an engine keeps them"
-        )
+        raise NoEngine(f"this server is a registry, which answers no prompts and so {without}")
 
     def check_admission(self, principal: str) -> None:
         """Refuse a request before any work is done for it.

@@ -14,7 +14,7 @@ from adapter_store.formats.peft_dir import MAX_TOKENIZER_BYTES
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey, AdapterRef, AddedToken
 from api.asgi.json_body import JsonRoute
-from api.asgi.query import IfMatch, Limit, etag_header, listing, page
+from api.asgi.query import NO_POOL, OF_ONE_SERVER, IfMatch, Limit, etag_header, listing, page
 from api.asgi.sse import run_until_disconnect
 from api.asgi.uploads import announced_length, read_pieces
 from api.auth.principal import Caller, Scope
@@ -188,7 +188,7 @@ async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
     return {"tier": tier, "traffic": {**counts, "tokens_per_s": round(traffic.rate(account), 2)}}
 
 
-@router.post("/v1/adapters/{reference}:warm")
+@router.post("/v1/adapters/{reference}:warm", dependencies=OF_ONE_SERVER)
 async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
@@ -217,7 +217,7 @@ async def warm_adapter(
     }
 
 
-@router.patch("/v1/adapters/{reference}")
+@router.patch("/v1/adapters/{reference}", dependencies=OF_ONE_SERVER)
 async def change_adapter(
     reference: str, body: AdapterPatch, services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
@@ -231,6 +231,8 @@ async def change_adapter(
     """
     change = body.wanted()
     _check_may_share_out(body, view.caller)
+    if body.pinned is not None:
+        services.engine.check_computes(NO_POOL)
     ref = await services.looking_up(partial(view.resolve_one, reference))
     record = await run_in_threadpool(view.get, ref.adapter_id)
     check_preconditions(ref.adapter_id, record, if_match)

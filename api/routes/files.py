@@ -56,7 +56,10 @@ async def get_answered_batches(batches: BatchesDep, services: ServicesDep) -> Sc
     Raises:
         NoEngine: this server has no engine.
     """
-    services.engine.check_computes()
+    services.engine.check_computes(
+        "keeps no batches: lorasrv batch sends the lines of a file to any other server, or to an edge; /v1/batches of "
+        "a server with an engine keeps them"
+    )
     return batches
 
 

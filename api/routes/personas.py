@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.spec import AdapterRef
 from api.asgi.json_body import JsonRoute
-from api.asgi.query import IfMatch
+from api.asgi.query import NO_POOL, OF_ONE_SERVER, IfMatch
 from api.asgi.sse import run_until_disconnect
 from api.auth.principal import CallerDep
 from api.errors import ApiError
@@ -40,7 +40,7 @@ async def show_defaults(reference: str, services: ServicesDep, view: ViewDep) ->
     }
 
 
-@router.post("/v1/adapters/{reference}:snapshot")
+@router.post("/v1/adapters/{reference}:snapshot", dependencies=OF_ONE_SERVER)
 async def make_snapshot(
     reference: str, request: Request, services: ServicesDep, view: ViewDep, caller: CallerDep
 ) -> dict[str, Any]:
@@ -48,6 +48,7 @@ async def make_snapshot(
 
     Returns the number of tokens and bytes. Does nothing if they are already stored.
     """
+    services.engine.check_computes(NO_POOL)
     ref = await services.looking_up(partial(view.resolve_one, reference))
     await _check_owner(ref, services, view, "keep")
     name = f"{ref.adapter_id}@{ref.version}"

@@ -278,8 +278,12 @@ class AsyncEngine:
             self.observers.on_refused(error)
             raise
 
-    def check_computes(self) -> None:
-        """Check that this server computes answers. It always does: do nothing."""
+    def check_computes(self, without: str) -> None:
+        """Check that this server computes answers. It always does: do nothing.
+
+        Args:
+            without: what a server that computes none lacks, and where to find it; for the error.
+        """
 
     def check_admission(self, principal: str) -> None:
         """Check that the queue has a place for one more request, before any work is done for it. Do nothing if the

@@ -270,7 +270,7 @@ class FakeEngine:
 
     silence: str | None = None
 
-    def check_computes(self) -> None:
+    def check_computes(self, without: str) -> None:
         """Do nothing: the engine computes."""
 
     def check_admission(self, principal: str) -> None:

@@ -46,12 +46,13 @@ def warm(
         int | None,
         typer.Option(min=0, max=MAX_DEADLINE_MS, help=r"How long to wait; 0 only starts loading. \[default: 10000]"),
     ] = None,
+    replica: ReplicaOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Load an adapter into the pool before its first request. Fails if it is not resident in time."""
     with connected(server) as client:
-        done = client.warm(reference, deadline_ms)
+        done = client.warm(reference, deadline_ms, replica)
     if as_json:
         print_json(done)
     elif done["reached"]:
@@ -62,19 +63,29 @@ def warm(
         raise CliError(f"{done['id']} was not loaded in time ({done['tier']}); allow more with --deadline-ms")
 
 
-def pin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def pin(
+    reference: Reference,
+    replica: ReplicaOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
     """Keep an adapter in the pool until it is unpinned or the server restarts; later versions are not pinned."""
-    _set_pinned(reference, server, as_json, pinned=True)
+    _set_pinned(reference, replica, server, as_json, pinned=True)
 
 
-def unpin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def unpin(
+    reference: Reference,
+    replica: ReplicaOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
     """Allow an adapter to be evicted from the pool."""
-    _set_pinned(reference, server, as_json, pinned=False)
+    _set_pinned(reference, replica, server, as_json, pinned=False)
 
 
-def _set_pinned(reference: str, server: str, as_json: bool, *, pinned: bool) -> None:
+def _set_pinned(reference: str, replica: str | None, server: str, as_json: bool, *, pinned: bool) -> None:
     with connected(server) as client:
-        done = client.pin(reference, pinned=pinned)
+        done = client.pin(reference, pinned=pinned, replica=replica)
     if as_json:
         print_json(done)
         return

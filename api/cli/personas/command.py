@@ -11,7 +11,14 @@ import typer
 from adapter_store.composition import parse_sum
 from adapter_store.errors import NotComposable
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.common.options import JsonOption, ServerOption, adapter_name, complete_adapter_ids, connected
+from api.cli.common.options import (
+    JsonOption,
+    ReplicaOption,
+    ServerOption,
+    adapter_name,
+    complete_adapter_ids,
+    connected,
+)
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, say
 from api.cli.personas.files import read_defaults, read_from, registered_lines, text_of, to_file
 from lorasrv.config import size
@@ -89,10 +96,15 @@ def compose(
     _set(adapter_id, {**kept, "adapters": adapters}, server, new=True, as_json=as_json)
 
 
-def snapshot(reference: ReferenceArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def snapshot(
+    reference: ReferenceArgument,
+    replica: ReplicaOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
     """Keep a persona's computed prompt on the disk, so that its first token comes fast after a restart."""
     with connected(server) as client:
-        made = client.make_snapshot(reference)
+        made = client.make_snapshot(reference, replica)
     if as_json:
         print_json(made)
     else:

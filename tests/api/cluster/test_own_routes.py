@@ -148,6 +148,18 @@ def test_a_query_names_a_replica(cluster: Any) -> None:
         assert cluster.http.get(f"{path}?replica=", headers=ADMIN).status_code == 404
 
 
+def test_a_query_names_the_replica_whose_pool_is_changed(cluster: Any) -> None:
+    """Nothing else goes there: without a registry, other changes are refused."""
+    for method, path in (("PATCH", ""), ("POST", ":warm"), ("POST", ":snapshot")):
+        target = f"/v1/adapters/mia{path}"
+        answer = cluster.http.request(method, f"{target}?replica=r2", json={"pinned": True}).json()
+        assert answer == {"by": "r2", "line": f"{method} {target} HTTP/1.1"}
+        assert json.loads(cluster.replicas[2].seen[-1].body) == {"pinned": True}
+    for method, path in (("DELETE", ""), ("POST", ":verify"), ("PUT", "/defaults")):
+        answer = cluster.http.request(method, f"/v1/adapters/mia{path}?replica=r2", json={})
+        assert answer.json()["error"]["code"] == "no_registry"
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/v1/pool", "/info"])
 def test_a_query_that_names_no_replica_or_a_dead_one(cluster: Any, path: str) -> None:
     gone = cluster.http.get(f"{path}?replica=r9", headers=ADMIN)

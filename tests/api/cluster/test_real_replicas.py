@@ -74,8 +74,12 @@ def test_commands_ask_the_replica_that_they_name(model, adapter_dirs) -> None:
         assert json.loads(cli_process.run("top", "--once", "--replica", "r1", *at).stdout)["up"]
         total = cluster.replicas[1].http.get("/v1/pool").json()["pages_total"]
         assert json.loads(cli_process.run("pool", "--replica", "r1", *at).stdout)["pages_total"] == total
+        assert json.loads(cli_process.run("pin", "mia", "--replica", "r1", *at).stdout)["pinned"]
+        pinned = [one.http.get("/v1/pool").json()["promised"] for one in cluster.replicas]
+        assert [[adapter["pinned"] for adapter in promised] for promised in pinned] == [[], [True]]
         planned = cli_process.run("plan", *law, "--replica", "r1", "--pool-bytes", "16MiB", *at)
-        assert json.loads(planned.stdout)["costs"]["source"] == f"costs learnt by {cluster.url}", planned.stderr
+        source = json.loads(planned.stdout)["costs"]["source"]
+        assert source == f"costs learnt by {cluster.url}, replica r1", planned.stderr
         assert "there is no replica 'r9'" in cli_process.run("pool", "--replica", "r9", *at).stderr
 
 

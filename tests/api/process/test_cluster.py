@@ -83,8 +83,7 @@ def test_a_registry_and_two_followers(
         sent = registry.http.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"})
         pinned = registry.http.patch("/v1/adapters/mia", json={"pinned": True})
         unpinned = registry.http.patch("/v1/adapters/mia", json={"pinned": False})
-        assert (unpinned.status_code, unpinned.json()["pinned"]) == (200, False)
-        for refusal in (asked, begun, sent, pinned):
+        for refusal in (asked, begun, sent, pinned, unpinned):
             assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "no_engine")
         elsewhere = cli("upload", adapter_dirs["two"], "--id", "zoe", "--server", nodes[0].url)
         assert elsewhere.code == 1

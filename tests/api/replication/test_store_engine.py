@@ -38,6 +38,8 @@ def http(
         ("POST", "/v1/chat/completions", CHAT),
         ("POST", "/v1/adapters/mia:warm", {}),
         ("PATCH", "/v1/adapters/mia", {"pinned": True}),
+        ("PATCH", "/v1/adapters/mia", {"pinned": False}),
+        ("POST", "/v1/adapters/mia:snapshot", None),
         ("GET", "/v1/pool", None),
         ("GET", "/v1/replica", None),
         ("POST", "/v1/pages/offer", OFFER),

@@ -56,7 +56,9 @@ def test_refused(run, engine, command: str) -> None:
     assert run(command).code == 2
 
 
-@pytest.mark.parametrize("command", [("pool",), ("top", "--once"), ("top", "--once", "--json")])
+@pytest.mark.parametrize(
+    "command", [("pool",), ("top", "--once"), ("top", "--once", "--json"), ("warm", "mia"), ("pin", "mia")]
+)
 def test_one_server_has_no_replicas(run, server, command: tuple[str, ...]) -> None:
     failed(run(*command, "--replica", "r0"), 1, "this is one server, not the address of several", "--replica")
     for path in ("/metrics", "/v1/pool", "/info"):
