@@ -11,7 +11,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,22 @@ _SCHEMA = (
         sha256 BLOB PRIMARY KEY, name TEXT NOT NULL REFERENCES keys, ends_s REAL
     ) STRICT, WITHOUT ROWID""",
 )
-_COUNTED = {
-    "keys": ("INSERT", "DELETE", "UPDATE OF name, scopes, adapters, limits, expires_s, revoked_s"),
-    "secrets": ("INSERT", "DELETE", "UPDATE"),
+_NOTED = {
+    "keys": {"INSERT": "new", "DELETE": "old", "UPDATE OF name, scopes, adapters, limits, expires_s, revoked_s": "new"},
+    "secrets": {"INSERT": "new", "DELETE": "old", "UPDATE": "new"},
 }
-_COUNTER = (
-    "CREATE TABLE changes (number INTEGER NOT NULL) STRICT",
-    "INSERT INTO changes VALUES (0)",
+_NOTES = (
+    "CREATE TABLE key_changes (number INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
+    "CREATE INDEX IF NOT EXISTS secrets_by_name ON secrets (name)",
     *(
-        f"CREATE TRIGGER {table}_changed_{number} AFTER {change} ON {table} "
-        "BEGIN UPDATE changes SET number = number + 1; END"
-        for table, kinds in _COUNTED.items()
-        for number, change in enumerate(kinds)
+        f"CREATE TRIGGER note_{table}_change_{number} AFTER {change} ON {table} "
+        f"BEGIN INSERT INTO key_changes (name) VALUES ({row}.name); END"
+        for table, kinds in _NOTED.items()
+        for number, (change, row) in enumerate(kinds.items())
     ),
 )
-"""Counts every change except those of `last_used_s`, by any connection."""
+"""Numbers every change except those of `last_used_s`, by any connection, with the name of the key."""
+_NAMED = "name IN (SELECT value FROM json_each(?))"
 _COLUMNS = "name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s"
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
 
@@ -80,6 +81,17 @@ def has_keys(root: Path) -> bool:
         return False
     with contextlib.closing(KeyStore(root)) as key_store:
         return not key_store.is_empty()
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedKeys:
+    """Hold keys for the followers of a store, as plain JSON values with the digests of their secrets."""
+
+    # Number of the store's last change.
+    number: int
+    # Names of the keys that changed, removed ones included; None: all keys are here.
+    names: list[str] | None
+    keys: list[dict[str, Any]]
 
 
 class KeyStore:
@@ -121,10 +133,10 @@ class KeyStore:
                     f"another lorasrv wrote {FILE} (layout {found}, this one reads {VERSION}); start that one, or put "
                     "back a copy of the folder"
                 )
-            if not self._has_counter():
+            if not self._notes_changes():
                 with self._transaction():
-                    # Stores of earlier versions have no counter.
-                    for statement in () if self._has_counter() else _COUNTER:
+                    # Stores of earlier versions do not note changes.
+                    for statement in () if self._notes_changes() else _NOTES:
                         self._db.execute(statement)
 
     def _version(self) -> int:
@@ -148,10 +160,13 @@ class KeyStore:
     def num_changes(self) -> int:
         """Return the number of changes to keys and secrets so far; times of last use do not count."""
         with _errors():
-            return int(self._db.execute("SELECT number FROM changes").fetchone()[0])
+            return self._num_changes()
 
-    def _has_counter(self) -> bool:
-        return self._db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'changes'").fetchone() is not None
+    def _num_changes(self) -> int:
+        return int(self._db.execute("SELECT coalesce(max(number), 0) FROM key_changes").fetchone()[0])
+
+    def _notes_changes(self) -> bool:
+        return self._db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'key_changes'").fetchone() is not None
 
     def _identity(self) -> tuple[int, int]:
         file = self.path.stat()
@@ -247,29 +262,40 @@ class KeyStore:
             self._db.execute("UPDATE keys SET revoked_s = ? WHERE name = ?", (row[0] or time.time(), name))
             return row[0] is None
 
-    def exported(self) -> list[dict[str, Any]]:
-        """Return all keys as plain JSON values, with the digests of their secrets, for the followers of this store."""
+    def exported(self, after: int | None = None) -> ExportedKeys:
+        """Return the keys that changed after the change of this number; None: all keys."""
         with _errors(), self._reading():
-            return self._exported()
+            number = self._num_changes()
+            if after is None:
+                return ExportedKeys(number, None, self._exported())
+            query = "SELECT DISTINCT name FROM key_changes WHERE number > ?"
+            names = [name for (name,) in self._db.execute(query, (after,))]
+            return ExportedKeys(number, names, self._exported(names))
 
-    def _exported(self) -> list[dict[str, Any]]:
+    def _exported(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        chosen, values = ("true", ()) if names is None else (_NAMED, (json.dumps(list(names)),))
         secrets: dict[str, list[tuple[str, float | None]]] = {}
-        for name, digest, ends_s in self._db.execute("SELECT name, hex(sha256), ends_s FROM secrets ORDER BY 2"):
+        query = f"SELECT name, hex(sha256), ends_s FROM secrets WHERE {chosen} ORDER BY 2"
+        for name, digest, ends_s in self._db.execute(query, values):
             secrets.setdefault(name, []).append((digest, ends_s))
-        columns = ", ".join(_EXPORTED)
-        rows = self._db.execute(f"SELECT {columns} FROM keys ORDER BY name").fetchall()
-        named = (dict(zip(_EXPORTED, row, strict=True)) for row in rows)
+        query = f"SELECT {', '.join(_EXPORTED)} FROM keys WHERE {chosen} ORDER BY name"
+        named = (dict(zip(_EXPORTED, row, strict=True)) for row in self._db.execute(query, values).fetchall())
         return [{**key, "secrets": [list(one) for one in secrets.get(key["name"], [])]} for key in named]
 
-    def replace_all(self, keys: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all keys with these, in the form of `exported`, by writing only those that differ; keep the times of
-        their last use here.
+    def replace(
+        self, keys: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Replace the keys of these names (None: all keys) with others, in the form of `exported`, by writing only
+        those that differ; keep the times of their last use here.
+
+        Returns:
+            The keys that were removed or changed, as they were, and those that are new or changed, as they are now.
 
         Raises:
             KeyError, TypeError, ValueError, ArithmeticError, StoreUnusable: a key is malformed; nothing changed.
         """
         with _errors(), self._transaction():
-            gone = {key["name"]: key for key in self._exported()}
+            gone = {key["name"]: key for key in self._exported(names)}
             changed, old = [], []
             for key in keys:
                 known = gone.pop(key["name"], None)
@@ -289,6 +315,7 @@ class KeyStore:
             # Check that they can be read: one malformed key would make all of them unreadable.
             for key in changed:
                 self.get(key["name"])
+            return [*gone.values(), *old], self._exported([key["name"] for key in changed])
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
         """Store the times of last use by key name."""
@@ -341,6 +368,12 @@ def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> No
             raise InvalidKey(
                 "--adapters", f"{pattern!r} is not a pattern of adapter ids; expected a pattern such as 'mia*' or '*'"
             )
+
+
+def limits_of(exported: Mapping[str, Any]) -> KeyLimits:
+    """Return the limits of a key in the form of `exported`. Raises: StoreUnusable."""
+    with _errors():
+        return KeyLimits(**json.loads(exported["limits"]))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
 from api.replication.borrowing import BorrowingLimiter
 from api.replication.headers import BETWEEN_S, CHANGES, LEASE, LEASE_S, POLL_S, RENEW_S
-from api.replication.key_feed import KeyFeed, take_over
+from api.replication.key_feed import NO_KEYS, KeyFeed, take_over
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.replication.registry_clock import RegistryClock
 from api.replication.share_holder import ShareHolder
@@ -73,7 +73,7 @@ def first_page(store: AdapterStore, client: RegistryClient) -> None:
             while not is_last:
                 position = store.feed.position()
                 answer = await client.get(CHANGES, _asking(position, None, 0.0))
-                page, _ = _take_keys(store, answer, position)
+                page, _ = _take_keys(store, answer, position, NO_KEYS)
                 store.follow(page)
                 is_last = page.is_last
         finally:
@@ -272,7 +272,7 @@ class Follower:
                 # Another question has changed the store meanwhile.
                 return False
             # Keys first: a new name must not be visible with old keys.
-            page, keys = await run_in_threadpool(_take_keys, self._store, answer, position)
+            page, keys = await run_in_threadpool(_take_keys, self._store, answer, position, known)
             self._keys = self._keys if keys is None else keys
             changed = await run_in_threadpool(self._store.follow, page)
         self._history = page.position.history
@@ -361,16 +361,19 @@ def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[
 
 
 def _take_keys(
-    store: AdapterStore, answer: Mapping[str, Any], position: Position | None
+    store: AdapterStore, answer: Mapping[str, Any], position: Position | None, known: str
 ) -> tuple[FeedPage, str | None]:
-    """Check the page after a position, and store the keys if they came with it.
+    """Check the page after a position, and store the keys that came with it.
+
+    Args:
+        known: digest of the keys that are stored.
 
     Returns: the page, and the keys' digest; None: no keys came.
     """
     page = FeedPage.from_dict(answer.get("page"))
     _check_goes_on(page, position)
     _check_limits(page)
-    return page, None if answer.get("all_keys") is None else take_over(store.root, answer["all_keys"])
+    return page, None if answer.get("keys") is None else take_over(store.root, answer["keys"], known)
 
 
 def _check_goes_on(page: FeedPage, position: Position | None) -> None:
@@ -394,6 +397,6 @@ def _check_limits(page: FeedPage) -> None:
 def _keys_of(root: Path) -> str:
     feed = KeyFeed(root)
     try:
-        return feed.current()[0]
+        return feed.tag()
     finally:
         feed.close()

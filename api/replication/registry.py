@@ -1,11 +1,10 @@
 """The registry's side of replication: answers to its followers' questions."""
 
 import asyncio
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from adapter_store.errors import StoreFollows
 from adapter_store.registry.feed_page import Position
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
-from api.auth.principal import KeyLimits
 from api.replication.headers import BETWEEN_S, LEASE_S, RENEW_S
 from api.replication.key_feed import KeyFeed
 from api.replication.leases import Leases
@@ -56,7 +54,6 @@ class Registry:
         self._shares, self._lender = shares, ShareLender(self.leases, store.limits)
         self._sharing: asyncio.Task[None] | None = None
         self._renew_own = asyncio.Event()
-        self._limits: tuple[str | None, Mapping[str, KeyLimits]] = None, {}
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_listening = store.feed.listen(self._tell)
@@ -83,7 +80,7 @@ class Registry:
             raise StoreFollows(self._store.feed.follows)
 
     async def changes(self, after: Position | None, keys: str | None, wait_s: float) -> dict[str, Any]:
-        """Return what changed after a position, and all keys if their digest has changed; wait for either change.
+        """Return what changed after a position, and the keys that changed; wait for either change.
 
         Args:
             keys: digest of the keys that the follower has; None: it wants no keys.
@@ -94,17 +91,18 @@ class Registry:
         while True:
             changed = self._changed
             page = await run_in_threadpool(self._store.feed.changes, after)
-            tag, all_keys = self._keys.current()
-            has_keys = keys is not None and keys != tag
-            if page.ids or page.is_first or has_keys or loop.time() >= ends_s or self._draining.is_on:
-                return {"page": page.to_dict(), "all_keys": all_keys if has_keys else None}
+            said = None
+            if keys is not None and keys != self._keys.tag():
+                said = await run_in_threadpool(self._keys.since, self._keys.number_of(keys))
+            if page.ids or page.is_first or said is not None or loop.time() >= ends_s or self._draining.is_on:
+                return {"page": page.to_dict(), "keys": said}
             await self._until(changed, keys, ends_s)
 
     async def _until(self, changed: asyncio.Event, keys: str | None, ends_s: float) -> None:
         """Wait for a change of names or of keys."""
         loop = asyncio.get_running_loop()
         while not changed.is_set() and loop.time() < ends_s and not self._draining.is_on:
-            if keys is not None and self._keys.current()[0] != keys:
+            if keys is not None and self._keys.tag() != keys:
                 return
             try:
                 async with asyncio.timeout(min(KEYS_EVERY_S, ends_s - loop.time())):
@@ -157,16 +155,13 @@ class Registry:
         is_here = history == now.history and revision <= now.revision
         await self.leases.renew(replica, revision if is_here else -1, now.revision)
         self._share()
-        tag, keys = self._keys.current()
-        if self._limits[0] != tag:
-            self._limits = tag, {key["name"]: KeyLimits(**json.loads(key["limits"])) for key in keys}
         return {
             "lease_s": LEASE_S,
             "now_s": time.time(),
             "history": now.history,
             "revision": now.revision,
-            "keys": tag,
-            "loans": self.limiter.lend(replica, loans, self._limits[1]),
+            "keys": self._keys.tag(),
+            "loans": self.limiter.lend(replica, loans, self._keys.limits()),
             "shares": self._lender.lend(replica, shares),
         }
 

@@ -64,9 +64,11 @@ async def changes(
     keys: Annotated[str | None, Query(max_length=32)] = None,
     wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
 ) -> Response:
-    """Return the ids that changed after the revision `after` of `history`, and all keys if their digest is not `keys`.
+    """Return the ids that changed after the revision `after` of `history`, and the keys that changed since their digest
+    was `keys`.
 
-    Waits up to `wait_s` seconds for a change of either. If the history is unknown, returns all ids, in pages.
+    Waits up to `wait_s` seconds for a change of either. If the history is unknown, returns all ids, in pages; if the
+    digest is unknown, all keys.
     """
     position = None if history is None or after is None else Position(history, after)
     found = await services.registry.changes(position, keys, wait_s)

@@ -245,15 +245,15 @@ class TestKeyCache:
         assert (state(cache, secret), len(reads)) == ("active", 1)
         _, second = keys.rotate("mia", grace_s=60)
         assert (state(cache, second), len(reads)) == ("active", 2)
-        exported = keys.exported()
+        exported = keys.exported().keys
         keys.revoke("mia")
         assert (state(cache, second), len(reads)) == ("revoked", 3)
-        keys.replace_all(exported)
+        keys.replace(exported)
         assert (state(cache, second), len(reads)) == ("active", 4)
         number = keys.num_changes()
-        keys.replace_all(exported)
+        assert keys.replace(exported) == ([], [])
         assert keys.num_changes() == number, "only keys that differ are written"
-        keys.replace_all([])
+        keys.replace([])
         assert (state(cache, second), len(reads)) == (None, 5)
 
     @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ class TestKeyCache:
         """It would make all of them unreadable, for good."""
         _, secret = keys.create("mia", INFER)
         keys.create("zoe", INFER)
-        exported = keys.exported()
+        exported = keys.exported().keys
         exported[1][field] = value
         with pytest.raises(StoreUnusable):
-            keys.replace_all(exported)
+            keys.replace(exported)
         assert state(cache, secret) == "active"
 
     def test_a_store_of_an_earlier_version_counts_its_changes(self, keys, tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from api.auth.principal import KeyLimits, Scope
 from api.replication import follower, leases, usage_sender
 from api.replication.follower import first_page
 from api.replication.headers import BLOBS, LEASE_S, MIN_REVISION, REVISION, USAGE
-from api.replication.key_feed import KeyFeed
 from api.replication.registry_client import HttpOrigin, RegistryClient
 from api.routes import registry as routes
 from lorasrv.config import NO_SHARE, WHOLE, Limits, LimitShare
@@ -294,7 +293,7 @@ def test_changes_that_never_end(cluster: Cluster, upload: Callable[..., int], is
         nonlocal asked
         asked += 1
         page = cluster.registry.store.feed.changes(None if is_first else cluster.registry.store.feed.head())
-        return {"page": page.to_dict() | {"is_last": False}, "all_keys": None}
+        return {"page": page.to_dict() | {"is_last": False}, "keys": None}
 
     object.__setattr__(registry, "changes", endless)
     refused = node.http.post("/v1/completions", json={"model": "zoe", "prompt": "hi"}, timeout=10)
@@ -488,20 +487,6 @@ def test_keys_of_an_answer_that_comes_late_are_not_taken(
         follower._tasks[0].get_loop().call_soon_threadsafe(late.set)
         time.sleep(1.0)
         assert node.ask(BASE, **bearer).status_code == 401
-
-
-def test_keys_are_read_again_only_if_one_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server writes once a minute when they were used."""
-    with closing(KeyStore(tmp_path)) as key_store, closing(KeyFeed(tmp_path)) as feed:
-        key_store.create("ann", frozenset({Scope.INFER}))
-        tag, keys = feed.current()
-        assert [key["name"] for key in keys] == ["ann"]
-        key_store.note_uses({"ann": 1.0})
-        with monkeypatch.context() as patched:
-            patched.setattr(KeyStore, "exported", lambda _: pytest.fail("read again"))
-            assert feed.current() == (tag, keys)
-        key_store.revoke("ann")
-        assert feed.current()[0] != tag
 
 
 def test_keys_are_those_of_the_registry(cluster: Cluster, upload: Callable[..., int]) -> None:
