@@ -206,10 +206,10 @@ class AdapterStore:
             self._quarantine.clear(digest)
         return followed
 
-    @property
-    def is_writable(self) -> bool:
-        """Return whether uploads can be accepted: the store is open, its folder is writable and its disk not full."""
-        return not self._closed and self._blobs.is_writable
+    def check_writable(self) -> None:
+        """Check that the disk has room for uploads. Raises: StoreFull, StoreUnusable."""
+        self._check_open()
+        self._blobs.check_writable()
 
     def blob_exists(self, digest: str) -> bool:
         """Return whether weights of this digest are stored.

@@ -229,9 +229,10 @@ def serve_on(
         observers = _open_recorder(settings, opened)
         origin = _origin(settings)
         store = opened.enter_context(open_store(settings, origin))
-        # Created now, so that a disk without room for it is reported before the model is loaded.
+        # A disk without room for keys and uploads is reported before the model is loaded.
         with opening_errors(store.root):
             KeyStore(store.root).close()
+            store.check_writable()
         if origin is not None:
             progress("following the registry", 0.0)
             first_page(store, RegistryClient(origin, settings.read_registry_key()))

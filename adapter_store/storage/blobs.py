@@ -200,20 +200,20 @@ class BlobDirectory:
         for directory in (self._blobs, self._blobs.parent, root):
             fsync_directory(directory)
 
-    @property
-    def is_writable(self) -> bool:
-        """Return whether uploads can be written, by allocating a file of `PROBE_BYTES`."""
+    def check_writable(self) -> None:
+        """Check that uploads can be written, by allocating a file of `PROBE_BYTES`.
+
+        Raises:
+            StoreFull, StoreUnusable.
+        """
         path = self.new_temporary_path()
-        try:
+        with disk_errors(f"reserving the {PROBE_BYTES >> 20} MiB that an upload may need"):
             fd = os.open(path, NEW_FILE, 0o600)
             try:
                 os.posix_fallocate(fd, 0, PROBE_BYTES)
             finally:
                 os.close(fd)
                 os.unlink(path)
-        except OSError:
-            return False
-        return True
 
     def new_temporary_path(self) -> Path:
         """Return a fresh path for an upload."""

@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterNotFound
+from adapter_store.errors import AdapterNotFound, StoreFull, StoreUnusable
 from adapter_store.spec import AdapterId, AdapterKey
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
@@ -78,7 +78,11 @@ class StoreProbe:
     async def _checked(self) -> bool:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._thread, lambda: self._store.is_writable)
+            await loop.run_in_executor(self._thread, self._store.check_writable)
+        except (StoreFull, StoreUnusable):
+            return False
+        else:
+            return True
         finally:
             self._stale_s = loop.time() + self._shared_s
 

@@ -1,9 +1,10 @@
 """The real `lorasrv` command with a fake engine, since a real model would import torch and take seconds.
 
 `--model` decides what it does: "slow" loads until its standard input ends, "hanging" stops after two tokens, a number
-kills the process at that request.
+kills the process at that request, "full" finds no room for an upload on the store's disk.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -60,6 +61,11 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return await super().add_choices(*arguments, **options)
 
+    def has_no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if "full" in sys.argv:
+        os.posix_fallocate = has_no_room
     module = sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
     module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
     api.asgi.draining_server.GRACE_S = 1

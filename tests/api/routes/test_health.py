@@ -125,10 +125,9 @@ class TestHealth:
         asked, go_on = threading.Event(), threading.Event()
 
         class Hanging:
-            @property
-            def is_writable(self) -> bool:
+            def check_writable(self) -> None:
                 asked.set()
-                return go_on.wait(30)
+                assert go_on.wait(30)
 
         monkeypatch.setattr(store_probe, "_store", Hanging())
         monkeypatch.setattr(store_probe, "_timeout_s", 0.2)

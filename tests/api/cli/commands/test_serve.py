@@ -156,6 +156,14 @@ def test_a_store_that_cannot_hold_keys_is_refused_before_the_model_is_loaded(sta
     assert "keys.db" in said[-1]
 
 
+def test_a_disk_without_room_for_uploads_is_told_before_the_model_is_loaded(start: Start, tmp_path: Path) -> None:
+    """As `/ready` would say it."""
+    said = refused(start("--model", "full"))
+    assert [line for line in said if "loading the model" in line] == []
+    assert said[-1].startswith(f"lorasrv: store {tmp_path / 'store'}: no room on the store's disk")
+    assert "16 MiB" in said[-1]
+
+
 def test_a_full_disk_of_the_log_keeps_no_server_from_serving(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
