@@ -300,6 +300,8 @@ def apply_to_body(body: Any, stored: StoredPersona, may_read: bool) -> tuple[Any
     update = _sampling(body, defaults) | form
     applied = AppliedPersona(stored.ref)
     if is_chat:
+        if defaults.is_locked:
+            _check_writes_no_text(body)
         if body.reasoning_effort is not None:
             defaults = _without_effort(defaults)
         if body.use_beam_search:
@@ -401,6 +403,18 @@ def _bounded(name: str, both: Any, most: int | None) -> Any:
 
 def _listed(value: Any) -> Sequence[Any]:
     return [value] if isinstance(value, str) else value
+
+
+def _check_writes_no_text(body: ChatBody) -> None:
+    """Refuse template variables that a template could render into a locked system prompt as a text of the client.
+
+    Raises:
+        InvalidRequest: one of them is not true, false or a number.
+    """
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if not isinstance(value, bool | int | float):
+            why = f"{{param}}: this persona's system prompt is locked, so {name[:64]!r} must be true, false or a number"
+            raise InvalidRequest(why, param="chat_template_kwargs")
 
 
 def _keep_lengths_apart(body: GenerationBody, merged: GenerationBody, update: Json) -> None:

@@ -279,6 +279,11 @@ class TestSystemPrompt:
             sent |= {"instructions": "x"}
             assert named(server.http.post("/v1/responses", json=sent)) == (400, "instructions")
         assert server.chat(model="muse").status_code == 200
+        # A template may render such a text into the system prompt.
+        written = server.chat(model="muse", chat_template_kwargs={"enable_thinking": True, "mood": "plover"})
+        assert named(written) == (400, "chat_template_kwargs")
+        assert "'mood'" in written.text
+        assert server.chat(model="muse", chat_template_kwargs={"enable_thinking": True}).status_code == 200
 
     def test_examples_and_placeholders(self, server, engine) -> None:
         told = [{"role": "user", "content": "{{user}}?"}, {"role": "assistant", "content": "{{char}}!"}]
