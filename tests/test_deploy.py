@@ -22,12 +22,15 @@ from small_server import answering
 from typer.main import get_command
 
 import api.routes
+from api.asgi.resumption import RESUME
 from api.auth.scopes import NEEDS
 from api.cli.common.settings_options import given_settings
 from api.cli.program import app
 from api.cluster.forwarding import Destination, destination
 from api.config.settings import SPELLINGS
 from api.config.sources import Sources
+from api.replication.peer_headers import CLUSTER, PREFILL
+from api.replication.peer_headers import PAGES as PAGES_OF
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -165,6 +168,11 @@ def test_nginx_sends_to_the_replicas_what_the_edge_sends_there() -> None:
     goes[Destination.REGISTRY] -= goes[Destination.REPLICA]
     assert {path for path in goes[Destination.REPLICA] if not re.search(chosen, path)} == set()
     assert {path for path in goes[Destination.REGISTRY] if re.search(chosen, path)} == set()
+
+
+def test_nginx_passes_on_no_header_of_the_cluster() -> None:
+    set_to_nothing = re.findall(r'proxy_set_header (\S+) "";', (DEPLOY / "nginx-replicas.conf").read_text())
+    assert {CLUSTER, RESUME, PREFILL, PAGES_OF} <= {name.lower() for name in set_to_nothing}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
