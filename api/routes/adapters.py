@@ -27,7 +27,6 @@ from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
 from lorasrv.errors import EngineDead, InvalidRequest
 from lorasrv.outputs import AdapterTier
-from lorasrv.text.own_tokenizers import added_tokens
 from lorasrv.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -96,14 +95,13 @@ async def _with_tokens(
             why = "added_tokens are read from tokenizer.json; upload it, and send its digest as tokenizer"
             raise InvalidRequest(why, param="config.added_tokens")
         return body.config, None
-    base, config, digest = services.engine.tokenizer, body.config, body.tokenizer
-
-    def read() -> tuple[dict[str, Any], Tokenizer | None]:
-        tokens = added_tokens(view.read_upload(digest, MAX_TOKENIZER_BYTES), base)
-        extended = base.extended([AddedToken(**token) for token in tokens]) if tokens and body.defaults else None
-        return config | {"added_tokens": tokens}, extended
-
-    return await run_in_threadpool(read)
+    base = services.engine.tokenizer
+    text = await run_in_threadpool(view.read_upload, body.tokenizer, MAX_TOKENIZER_BYTES)
+    tokens = await services.uploaded_tokenizers.added_tokens(text, base, view.caller.principal)
+    extended = None
+    if tokens and body.defaults:
+        extended = await run_in_threadpool(base.extended, [AddedToken(**token) for token in tokens])
+    return body.config | {"added_tokens": tokens}, extended
 
 
 def registered(done: Registration, checked: CheckedDefaults | None, more: Mapping[str, Any]) -> JSONResponse:

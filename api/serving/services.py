@@ -34,6 +34,7 @@ from api.serving.store_view import ScopedStore, ScopedStores
 from lorasrv.fair_lock import FairLock
 from lorasrv.metrics.usage_ledger import Ledger
 from lorasrv.offline.verify.verifier import Verifier
+from lorasrv.text.uploaded_tokenizers import UploadedTokenizers
 
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 2.0
@@ -107,6 +108,7 @@ class Services:
     personas: Personas
     prefixes: FixedPrefixes
     long_texts: FairLock
+    uploaded_tokenizers: UploadedTokenizers
     registry: Registry
     # None: this server owns its store.
     follower: Follower | None = None
@@ -150,6 +152,7 @@ class Services:
             personas=personas,
             prefixes=FixedPrefixes(engine, personas),
             long_texts=FairLock("long texts", MAX_LONG_TEXTS),
+            uploaded_tokenizers=UploadedTokenizers(),
             registry=registry,
             follower=follower,
         )

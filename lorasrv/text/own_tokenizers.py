@@ -8,7 +8,7 @@ adds the tokens.
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -26,8 +26,9 @@ from lorasrv.text.tokenizer import Tokenizer
 MAX_KNOWN_TOKENS = 1 << 18
 """Most added tokens, including the base's, of all kept tokenizers: some 250 bytes each. An adapter without any counts
 as one."""
-SPARE_BYTES = 1 << 20
-"""Bytes by which a tokenizer.json may exceed twice the size of the base's."""
+MAX_TIMES, SPARE_BYTES = 4, 1 << 20
+"""A tokenizer.json may have that many times the bytes of the base's, which has no blanks between its parts, and that
+many bytes more."""
 _TEXT_ALONE = [{"Sequence": {"id": "A", "type_id": 0}}]
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -93,35 +94,52 @@ def with_own_tokens(peft: PeftDir, base: Callable[[], Tokenizer]) -> PeftDir:
     found = peft.with_tokenizer(tokenizer.vocab_size)
     if found.tokenizer is None:
         return found
-    return replace(found, config=found.config | {"added_tokens": added_tokens(found.tokenizer, tokenizer)})
+    tokens = added_tokens(found.tokenizer, BaseTokens.of(tokenizer))
+    return replace(found, config=found.config | {"added_tokens": tokens})
 
 
-def added_tokens(text: bytes, base: Tokenizer) -> list[dict[str, Any]]:
-    """Return the tokens that a tokenizer.json has beyond the base's, as it describes them.
+@dataclass(frozen=True, slots=True)
+class BaseTokens:
+    """Hold what uploaded tokenizers are compared with."""
+
+    # The base's tokenizer.json.
+    text: bytes
+    all_special: frozenset[str]
+    # Whether the checkpoint has a tokenizer.json. A GGUF file only names its pre-tokenizer.
+    is_exact: bool
+
+    @classmethod
+    def of(cls, base: Tokenizer) -> "BaseTokens":
+        """Describe a tokenizer; takes a moment at the first call."""
+        return cls(base.description, base.all_special, base.is_from_json)
+
+
+def added_tokens(text: bytes, base: BaseTokens) -> list[dict[str, Any]]:
+    """Return the tokens that a tokenizer.json has beyond the base's, as it describes them. This may take seconds.
 
     Raises:
         AdapterInvalid: it is no extension of the base's tokenizer; says what differs.
     """
-    theirs = base.described()
-    own = _parsed(text, 2 * len(json.dumps(theirs)) + SPARE_BYTES)
-    tokens, model = own.get("added_tokens") or [], own.get("model")
-    if not isinstance(model, Mapping) or not isinstance(model.get("vocab"), Mapping):
+    own, theirs = _parsed(text, MAX_TIMES * len(base.text) + SPARE_BYTES), json.loads(base.text)
+    tokens, model, vocab = own.get("added_tokens") or [], own.get("model"), theirs["model"]["vocab"]
+    if not isinstance(model, Mapping) or not all(isinstance(one, Mapping) for one in (model.get("vocab"), vocab)):
         _refuse("has no vocabulary (model.vocab): only tokenizers like the base's are served")
     if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
         what = f"an id or a content of 1 to {MAX_TOKEN_CHARS} characters, or with flags that are not true or false"
         _refuse(f"has added_tokens without {what}")
     ids = dict(model["vocab"]) | {token.get("content"): token.get("id") for token in tokens}
-    known = base.ids()
-    if changed := [content for content, token in known.items() if ids.get(content) != token]:
+    known = vocab | {token["content"]: token["id"] for token in theirs["added_tokens"]}
+    if not known.items() <= ids.items():
+        changed = [content for content, token in known.items() if ids.get(content) != token]
         token = known[changed[0]]
-        if not base.is_from_json and ids.get(changed[0].replace(" ", SPACE)) == token:
+        if not base.is_exact and ids.get(changed[0].replace(" ", SPACE)) == token:
             _refuse(
                 f"spells the blanks of token {token} as U+2581, and this base's GGUF file as blanks: the two cannot be "
                 "compared; serve the base from its Hugging Face directory"
             )
         now = ids.get(changed[0], "missing")
         _refuse(f"changes the base's own tokens: {show(changed[0])} is {token}, and here {show(now)}")
-    _check_parts(own, theirs, base.all_special, is_exact=base.is_from_json)
+    _check_parts(own, theirs, base.all_special, is_exact=base.is_exact)
     more = [token for token in tokens if token.get("content") not in known]
     return _in_order(more, set(ids) - known.keys(), max(known.values(), default=-1) + 1)
 
@@ -150,11 +168,11 @@ def _check_parts(
     own: Mapping[str, Any], theirs: Mapping[str, Any], all_special: frozenset[str], *, is_exact: bool
 ) -> None:
     """Check that texts are tokenized as with the base's tokenizer."""
-    if _merges(own["model"]) != _merges(theirs["model"]):
+    given, known = own["model"], theirs["model"]
+    if given.get("merges") != known.get("merges") and _merges(given) != _merges(known):
         _refuse("has other merges than the base's")
     if not is_exact:
-        # A GGUF file only names its pre-tokenizer; this project builds the parts itself, so they may be written
-        # differently.
+        # This project builds the parts itself, so they may be written differently.
         return
     if wrong := next((part for part in _PARTS if _plain(part, own.get(part)) != _plain(part, theirs.get(part))), None):
         _refuse(f"has another {wrong} than the base's")

@@ -128,9 +128,14 @@ class Tokenizer:
         own._longest_spelled = max([self._longest_spelled, *(len(token.content) for token in added)])
         return own
 
+    @cached_property
+    def description(self) -> bytes:
+        """Return the tokenizer as a tokenizer.json."""
+        return str(self._backend.to_str()).encode()
+
     def described(self) -> dict[str, Any]:
         """Return the tokenizer as a parsed tokenizer.json."""
-        described: dict[str, Any] = json.loads(self._backend.to_str())
+        described: dict[str, Any] = json.loads(self.description)
         return described
 
     @property
@@ -214,7 +219,11 @@ class Tokenizer:
     @cached_property
     def _longest_spelled(self) -> int:
         """Return the characters of the longest token, as the vocabulary spells it."""
-        return max(map(len, self.ids()), default=1)
+        # `ids` is one call, which holds Python's lock for most of a second with a large vocabulary.
+        spell, numbers = self._backend.id_to_token, range(self.vocab_size)
+        lengths = [len(token) for token in (spell(number) for number in numbers) if token is not None]
+        has_gaps = len(lengths) < self.vocab_size
+        return max(map(len, self.ids()) if has_gaps else lengths, default=1)
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
         """Return the ids of a text and the character offset at which each begins.

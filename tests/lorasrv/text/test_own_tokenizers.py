@@ -16,7 +16,7 @@ from adapter_store.spec import AdapterKey, AddedToken
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 from lorasrv.text import own_tokenizers
 from lorasrv.text.gguf_vocabularies import BpeVocabulary, SentencePieceVocabulary
-from lorasrv.text.own_tokenizers import OwnTokenizers, added_tokens
+from lorasrv.text.own_tokenizers import BaseTokens, OwnTokenizers, added_tokens
 from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 MIA, BOB, PLAIN = AdapterKey("a" * 64), AdapterKey("b" * 64), AdapterKey("c" * 64)
@@ -36,7 +36,7 @@ def extended() -> Backend:
 
 def test_added_tokens_are_read_and_texts_are_written_as_the_library_does(base: Tokenizer) -> None:
     backend = extended()
-    found = added_tokens(backend.to_str().encode(), base)
+    found = added_tokens(backend.to_str().encode(), BaseTokens.of(base))
     assert [AddedToken(**token) for token in found] == [MOOD, SAD]
     own = base.extended([MOOD, SAD])
     for text in ("a <mood><|sad|>of\u00e9 <mood", "<|im_start|><mood>", ""):
@@ -59,7 +59,7 @@ def test_own_tokens_of_one_number_are_spelled_apart(base: Tokenizer) -> None:
 
 
 def test_a_tokenizer_without_tokens_of_its_own_adds_none(base: Tokenizer) -> None:
-    assert added_tokens(tiny_tokenizer_json().encode(), base) == []
+    assert added_tokens(tiny_tokenizer_json().encode(), BaseTokens.of(base)) == []
 
 
 def _change(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -98,13 +98,13 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_what_is_no_extension_is_refused(base: Tokenizer, name: str) -> None:
     change, why = REFUSED[name]
     with pytest.raises(AdapterInvalid, match=why):
-        added_tokens(_change(change), base)
+        added_tokens(_change(change), BaseTokens.of(base))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000, b" " * (1 << 23)])
 def test_what_is_no_tokenizer_is_refused(base: Tokenizer, text: bytes) -> None:
     with pytest.raises(AdapterInvalid):
-        added_tokens(text, base)
+        added_tokens(text, BaseTokens.of(base))
 
 
 def test_a_base_from_gguf_knows_tokens_and_merges_only() -> None:
@@ -115,9 +115,10 @@ def test_a_base_from_gguf_knows_tokens_and_merges_only() -> None:
     merges = tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in described["model"]["merges"])
     control = tuple(token["id"] for token in described["added_tokens"])
     base = Tokenizer.from_source(TokenizerSource(BpeVocabulary(tuple(spelled), merges, "qwen2", control)))
-    assert [AddedToken(**token) for token in added_tokens(extended().to_str().encode(), base)] == [MOOD, SAD]
+    found = added_tokens(extended().to_str().encode(), BaseTokens.of(base))
+    assert [AddedToken(**token) for token in found] == [MOOD, SAD]
     with pytest.raises(AdapterInvalid, match="other merges"):
-        added_tokens(_change(lambda d: d["model"]["merges"].pop()), base)
+        added_tokens(_change(lambda d: d["model"]["merges"].pop()), BaseTokens.of(base))
 
 
 def test_blanks_that_a_gguf_file_spells_otherwise_are_named() -> None:
@@ -129,9 +130,9 @@ def test_blanks_that_a_gguf_file_spells_otherwise_are_named() -> None:
     with pytest.raises(
         AdapterInvalid, match=r"blanks of token 4 as U\+2581.* serve the base from its Hugging Face dir"
     ):
-        added_tokens(as_published.encode(), base)
+        added_tokens(as_published.encode(), BaseTokens.of(base))
     with pytest.raises(AdapterInvalid, match=r"own tokens: '  ' is 4, and here 'missing'"):
-        added_tokens(as_published.replace("▁▁", "bb").encode(), base)
+        added_tokens(as_published.replace("▁▁", "bb").encode(), BaseTokens.of(base))
 
 
 def test_one_is_built_for_all_adapters_with_the_same_tokens(base: Tokenizer) -> None:
