@@ -58,8 +58,12 @@ def gc(
     if as_json:
         print_json(asdict(done))
         return
-    what = f"{done.blobs} blobs ({size(done.bytes)}), {done.contents} contents, {done.unfinished} unfinished uploads"
-    say(f"removed {what}")
+    what = (
+        counted(done.blobs, "blob"),
+        counted(done.contents, "content"),
+        counted(done.unfinished, "unfinished upload"),
+    )
+    say(f"removed {what[0]} ({size(done.bytes)}), {what[1]}, {what[2]}")
 
 
 def fsck(store: StoreOption = None, as_json: JsonOption = False) -> None:
@@ -72,9 +76,9 @@ def fsck(store: StoreOption = None, as_json: JsonOption = False) -> None:
     elif findings:
         print_table(("finding", "what", "needed by", "why"), [_cells(finding) for finding in findings])
     else:
-        say(f"ok: {count} blobs, each as it was uploaded")
+        say(f"ok: {counted(count, 'blob')}, each as it was uploaded")
     if findings:
-        raise CliError(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
+        raise CliError(counted(len(findings), "finding"))
 
 
 def _cells(finding: "Finding") -> tuple[str, ...]:
