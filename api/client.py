@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -444,6 +445,9 @@ class _reaching:  # noqa: N801 - used as a statement
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if (refusal := _tls_error(error)) is not None:
+            why = getattr(refusal, "verify_message", "") or refusal.reason
+            raise ServerUnreachable(f"no TLS connection to {self._url}: {why}; {_tls_remedy(self._url)}") from None
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             raise ServerUnreachable(f"no server answers at {self._url}; {_remedy(self._url)}") from None
         if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
@@ -451,6 +455,20 @@ class _reaching:  # noqa: N801 - used as a statement
         if isinstance(error, httpx2.HTTPError):
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the error of TLS that caused an error, if any."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _tls_remedy(url: str) -> str:
+    """Return advice for an address whose certificate is refused, or where a server without TLS listens."""
+    if is_loopback(urlsplit(url).hostname or ""):
+        return "name the server itself by --server http://HOST:PORT"
+    return "name its host as its certificate does (--server), and the authority's file by SSL_CERT_FILE"
 
 
 def _remedy(url: str) -> str:

@@ -156,6 +156,14 @@ def test_no_server_answers(cli, name: str) -> None:
     )
 
 
+def test_a_server_without_tls_is_not_one_that_does_not_answer(cli, server) -> None:
+    url = server.url.replace("http:", "https:")
+    done = cli("list", "--server", url)
+    assert (done.code, done.out) == (3, "")
+    assert done.err.startswith(f"lorasrv: no TLS connection to {url}: ")
+    assert done.err.endswith("; name the server itself by --server http://HOST:PORT\n")
+
+
 @pytest.mark.parametrize("name", sorted(set(ASKS) - {"list", "pool", "top", "compose"}))
 def test_an_unknown_adapter(cli, server, name: str) -> None:
     done = cli(name, *ASKS[name], "--server", server.url, stdin="hi\n")
