@@ -18,6 +18,7 @@ from typing import Any
 from adapter_store.errors import StoreFull, StoreUnusable
 from adapter_store.storage.full_disk import is_full
 from adapter_store.storage.private_file import make_private
+from adapter_store.storage.root_lock import opening_errors
 from api.auth.principal import (
     NAME_RULE,
     NO_LIMITS,
@@ -79,7 +80,7 @@ def has_keys(root: Path) -> bool:
     """
     if not (root / FILE).exists():
         return False
-    with contextlib.closing(KeyStore(root)) as key_store:
+    with opening_errors(root), contextlib.closing(KeyStore(root)) as key_store:
         return not key_store.is_empty()
 
 
@@ -384,6 +385,8 @@ def _errors() -> Iterator[None]:
     except (sqlite3.Error, OSError) as error:
         if is_full(error):
             raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+            raise StoreUnusable(f"the key store {FILE} is damaged ({error}): put back a copy of it") from error
         name, why = (error.filename, error.strerror) if isinstance(error, OSError) else (FILE, error)
         is_shut = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
         hint = "; can its folder and the file be written?" if is_shut else ""

@@ -172,11 +172,12 @@ def _changing(store: Path | None, *, must_exist: bool = False) -> Iterator["KeyS
 
 @contextmanager
 def _open_keys(root: Path, *, must_exist: bool = False) -> Iterator["KeyStore"]:
+    from adapter_store.storage.root_lock import opening_errors
     from api.auth.key_store import FILE, KeyStore
 
     if must_exist and not (root / FILE).exists():
         raise CliError(f"{root} has no keys: lorasrv key create makes one")
-    with closing(KeyStore(root)) as key_store:
+    with opening_errors(root), closing(KeyStore(root)) as key_store:
         yield key_store
 
 
@@ -189,8 +190,10 @@ def _with_near_name(key_store: "KeyStore", name: str) -> Iterator[None]:
         yield
     except InvalidKey as error:
         names = [key.name for key in key_store.all()]
-        near = near_names(name, names) if name not in names else ()
-        raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
+        if name in names:
+            raise CliError(str(error)) from None
+        near = near_names(name, names)
+        raise CliError(f"{error}; {f'did you mean {near[0]}?' if near else 'lorasrv key list names all'}") from None
 
 
 def _scopes(given: list[str] | None) -> "frozenset[Scope]":

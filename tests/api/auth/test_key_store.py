@@ -138,7 +138,7 @@ class TestKeyStore:
     def test_files_that_are_no_key_store(self, tmp_path: Path) -> None:
         path = tmp_path / "keys.db"
         path.write_bytes(b"not a database" * 1000)
-        with pytest.raises(StoreUnusable, match=r"keys\.db cannot be used"):
+        with pytest.raises(StoreUnusable, match=rf"store {tmp_path} .*keys\.db is damaged .*put back a copy"):
             has_keys(tmp_path)
         path.unlink()
         (tmp_path / "keys.db-journal").mkdir()  # SQLite cannot create it, as in a read-only folder
@@ -403,10 +403,13 @@ class TestCommands:
         cli("key", "create", "--name", "alice", "--store", tmp_path)
         near = cli("key", "revoke", "alic", "--store", tmp_path)
         assert (near.code, near.err) == (1, "lorasrv: there is no key named 'alic'; did you mean alice?\n")
+        other = cli("key", "rotate", "zoe", "--store", tmp_path)
+        assert (other.code, other.err) == (1, "lorasrv: there is no key named 'zoe'; lorasrv key list names all\n")
         (tmp_path / "keys.db").write_bytes(b"x" * 9999)
         broken = cli("key", "list", "--store", tmp_path)
         assert broken.code == 1
-        assert broken.err.startswith("lorasrv: the key store keys.db cannot be used")
+        assert broken.err.startswith(f"lorasrv: store {tmp_path} cannot be used: the key store keys.db is damaged")
+        assert broken.err.endswith(": put back a copy of it\n")
 
     def test_times_have_a_zone(self, cli, keys, tmp_path: Path) -> None:
         keys.create("alice", INFER, expires_s=4e9)
