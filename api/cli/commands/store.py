@@ -99,6 +99,8 @@ def export(
     path = target / ARCHIVE_NAME if target.is_dir() else target
     if path.exists():
         raise CliError(f"{path} exists already; remove it, or give another name")
+    if not (folder := path.absolute().parent).is_dir():
+        raise CliError(f"the folder {folder} does not exist; create it, or give another one")
     with _opened(store) as closed, progress(in_bytes=True) as step, _written(path) as file:
         moved = export_store(closed, file, lambda done, total: step("exporting", done, total))
     _print_moved("exported", moved, path, as_json)

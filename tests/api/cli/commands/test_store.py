@@ -103,6 +103,7 @@ class TestMoving:
         assert done.out.startswith("exported 2 adapters, 2 versions, 2 blobs (")
         assert tar.stat().st_mode & 0o777 == 0o600, "it has personas' hidden prompts"
         failed(run("export", tar), 1, "exists already")
+        failed(run("export", tmp_path / "none" / "a.tar"), 1, f"the folder {tmp_path / 'none'} does not exist")
         new = tmp_path / "new"
         moved = json.loads(cli("store", "import", tar, "--store", new, "--json").out)
         assert (moved["adapters"], moved["versions"], moved["blobs"]) == (2, 2, 2)
