@@ -268,6 +268,10 @@ def match_modules(
         notices["has no target_modules, where PEFT adapts its defaults for the model; the tensors say what is"] = None
     if added:
         notices[f"has tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
+    if 0 < vocabulary.size < base.vocab_size:
+        notices[
+            f"has {vocabulary.size} tokens, and the base {base.vocab_size}: requests with the others are refused"
+        ] = None
     if heads:
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
     of_lora = tuple(place for place in places.values() if place.part in (A, B))

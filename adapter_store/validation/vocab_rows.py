@@ -185,7 +185,10 @@ def _vocab_size(
     elif size > vocab + MAX_ADDED_TOKENS:
         what = f"has {size} tokens, {size - vocab} more than the base's {vocab}; {MAX_ADDED_TOKENS} more are the most"
         problems.add("too_many_added_tokens", tensors.embedding, what)
-    elif size != vocab and not tensors.config.added_tokens:
+    elif size < vocab - MAX_ADDED_TOKENS:
+        what = f"has {size} tokens, and this base {vocab}; at most {MAX_ADDED_TOKENS} may be left out"
+        problems.add("unsupported_vocabulary", tensors.embedding, what)
+    elif size > vocab and not tensors.config.added_tokens:
         what = f"has {size} tokens, and this base {vocab}; upload it with its tokenizer.json, which names the others"
         problems.add("unsupported_vocabulary", tensors.embedding, what)
     elif size != vocab:

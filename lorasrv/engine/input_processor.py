@@ -357,7 +357,7 @@ class _Words(NamedTuple):
 
 def _check_on_cold(on_cold: OnCold, words: _Words) -> None:
     if on_cold is OnCold.FALLBACK_BASE and words.is_own:
-        raise InvalidRequest("{param} is not possible: the adapter has tokens that the base lacks", param="on_cold")
+        raise InvalidRequest("{param} is not possible: the adapter has other tokens than the base", param="on_cold")
 
 
 def _check_resumed(token_ids: tuple[int, ...], max_tokens: int, vocab_size: int) -> None:

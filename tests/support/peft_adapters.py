@@ -17,30 +17,30 @@ def peft_adapter(
     save_embedding_layers: bool | str = "auto",
     added: Sequence[str] = (),
     special: Sequence[str] = (),
-    spare: int = 0,
+    spare: int | None = None,
     **lora: Any,
 ) -> torch.nn.Module:
     """Write an adapter of a Hugging Face folder as PEFT saves it; return PEFT's model, for its logits.
 
     A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; without any, rank 4 on all linears. With
-    `added` or `special` tokens, the model is resized, with `spare` more rows, and the tokenizer is saved as well. The
-    rows of these tokens make them likely.
+    `added` or `special` tokens, or with `spare`, the model is resized to as many rows as the tokenizer has tokens, and
+    `spare` more, and the tokenizer is saved as well. The rows of added tokens make them likely.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     fields = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    if added or special:
+    if added or special or spare is not None:
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.add_tokens([*added])
         tokenizer.add_tokens([*special], special_tokens=True)
         tokenizer.save_pretrained(folder)
         known = base.config.vocab_size
-        base.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
+        base.resize_token_embeddings(len(tokenizer) + (spare or 0), mean_resizing=False)
         with torch.no_grad():
             for end in {base.get_input_embeddings().weight, base.get_output_embeddings().weight}:
-                end[known:] = 1.5 * end[seed + 10 : seed + 10 + len(end) - known]
+                end[known:] = 1.5 * end[seed + 10 : seed + 10 + max(0, len(end) - known)]
     with warnings.catch_warnings():
         # Warnings: biases cannot be merged or are not matrices; a tied head may have its own LoRA; ends are saved.
         told = "lora_bias=True|bias='|invalid shape|ensure_weight_tying|save_embedding_layers"

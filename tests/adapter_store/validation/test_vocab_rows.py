@@ -176,9 +176,6 @@ REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
         rows(10, f"{HEAD}.weight"), False, {"modules_to_save": ["lm_head"]}, "unsupported_vocabulary",
         "has 10 tokens, and this base 9; upload it with its tokenizer.json",
     ),
-    "fewer tokens": (
-        rows(8, f"{HEAD}.weight"), False, {"modules_to_save": ["lm_head"]}, "unsupported_vocabulary", "has 8 tokens"
-    ),
     "more tokens of one table": (
         rows(10, f"{HEAD}.weight"), False, {"modules_to_save": ["lm_head"], **ADDED}, "unsupported_vocabulary",
         f"{EMBEDDING} has no row for token 9",
@@ -258,6 +255,18 @@ def test_vocabularies_of_another_size(case: str) -> None:
         size,
         [("<mood>", True)],
     )
+
+
+def test_shorter_tables_need_no_tokens_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a bound: far shorter ones are of another base."""
+    found = checked(rows(8, f"{HEAD}.weight", f"{EMBEDDING}.weight"))
+    assert (found.spec.vocab_size, found.spec.added_tokens) == (8, ())
+    assert "has 8 tokens, and the base 9: requests with the others are refused" in found.report.notices
+    monkeypatch.setattr("adapter_store.validation.vocab_rows.MAX_ADDED_TOKENS", 2)
+    assert checked(rows(7, f"{HEAD}.weight")).spec.vocab_size == 7
+    found = problems_of(lambda: checked(rows(6, f"{HEAD}.weight")))
+    assert list(found) == ["unsupported_vocabulary"]
+    assert "has 6 tokens, and this base 9; at most 2 may be left out" in found["unsupported_vocabulary"].message
 
 
 def test_tokens_are_part_of_the_key() -> None:

@@ -119,7 +119,7 @@ def test_what_is_not_possible_is_refused_by_name(served: SimpleNamespace) -> Non
         (
             "/v1/completions",
             {"model": "moods", "prompt": "a", "on_cold": "fallback_base"},
-            "tokens that the base lacks",
+            "other tokens than the base",
         ),
         ("/v1/completions", {"model": "moods+plain", "prompt": "a"}, "tokens of its own"),
         ("/v1/adapters/moods:verify", {}, "387 tokens"),

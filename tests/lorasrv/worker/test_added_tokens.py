@@ -155,6 +155,26 @@ def test_beams_are_transformers(tiny_hf_checkpoints: Any, tmp_path: Path, serve:
     assert said[0] >= V > said[1]
 
 
+def test_tables_without_the_bases_spare_rows(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Serve) -> None:
+    """`resize_token_embeddings(len(tokenizer))` adds no token to a base whose tables are padded, and shortens them."""
+    directory = tiny_hf_checkpoints["qwen2"](vocab_size=V + 13)
+    config = {"target_modules": QV, "r": 3, "spare": 0}
+    oracles = PeftOracles(directory, tmp_path, {"short": config, "plain": {"target_modules": QV, "r": 3}})
+    served = serve(directory)
+    for name, folder in oracles.folders.items():
+        served.llm.add_adapter(name, folder)
+    names = [*oracles.models, *reversed(oracles.models)]
+    for name, got in zip(names, served.first_logits([PROMPT] * len(names), names), strict=True):
+        oracles.check(name, got[: V if name == "short" else None], PROMPT)
+    spoken = replace(GREEDY, logit_bias=((V + 5, 100.0),))
+    assert served.llm.generate([PROMPT], spoken, ["plain"])[0].token_ids == [V + 5] * 6
+    for refused, sampling in (([5, V], GREEDY), (PROMPT, spoken)):
+        with pytest.raises(InvalidRequest, match=rf"in \[0, {V}\)"):
+            served.llm.generate([refused], sampling, ["short"])
+    [answer] = served.llm.generate([PROMPT], GREEDY, ["short"])
+    oracles.check_answer("short", PROMPT, list(answer.token_ids))
+
+
 def test_texts_are_written_with_the_adapters_tokens(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Serve) -> None:
     """As transformers does with the tokenizer that was saved beside the adapter; stop strings see added tokens."""
     from transformers import AutoTokenizer
