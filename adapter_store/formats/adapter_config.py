@@ -70,6 +70,7 @@ MLX_REMEDY = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
 )
 RETRAIN = "train it again as plain LoRA"
+CONVERT = "PEFT's save_as_lora() turns some other types into LoRA of almost the same effect"
 
 
 class Decision(StrEnum):
@@ -342,7 +343,9 @@ def _check_peft_type(config: Config, problems: ProblemList) -> None:
         if "fine_tune_type" in config or "lora_parameters" in config:
             problems.add("mlx_adapter", "adapter_config.json", f"is MLX's; {MLX_REMEDY}")
             return
-        problems.add("unsupported_peft_type", "peft_type", f"= {show(peft_type)}; only 'LORA' is served. {RETRAIN}")
+        problems.add(
+            "unsupported_peft_type", "peft_type", f"= {show(peft_type)}; only 'LORA' is served. {CONVERT}, or {RETRAIN}"
+        )
     if task and (not isinstance(task, str) or task.upper() != "CAUSAL_LM"):
         problems.add("unsupported_task_type", "task_type", f"= {show(task)}; only 'CAUSAL_LM' or null generates text")
 

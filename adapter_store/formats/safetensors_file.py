@@ -21,6 +21,9 @@ from adapter_store.formats.strict_json import unique_pairs
 from adapter_store.spec import BaseShapes
 
 ENDED = "ended while it was read; upload it again"
+UNGATHERED = (
+    "DeepSpeed ZeRO-3 and FSDP save parts of a model so if they are not gathered before; gather them and save it again"
+)
 LENGTH_BYTES = 8
 LFS_POINTER = b"version "
 """First bytes of a Git LFS pointer, which Git keeps in place of a large file."""
@@ -169,7 +172,7 @@ def _tensor(name: str, entry: object, problems: ProblemList) -> TensorInfo | Non
     info = TensorInfo(dtype, shape, *offsets)
     expected_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if expected_bytes == 0:
-        problems.add("empty_tensor", shown, f"has shape {list(shape)}, no values; remove it or train it")
+        problems.add("empty_tensor", shown, f"has shape {list(shape)}, no values: {UNGATHERED}")
     elif info.end - info.start != expected_bytes:
         problems.add(
             "malformed_header",
@@ -192,7 +195,7 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 def _check_tiling(tensors: Mapping[str, TensorInfo], data_bytes: int, problems: ProblemList) -> None:
     """Check that the offsets cover the data exactly once."""
     if not tensors:
-        problems.add("no_tensors", FILE, "holds no tensors; an adapter needs at least one lora_A and lora_B pair")
+        problems.add("no_tensors", FILE, f"holds no tensors: {UNGATHERED}")
         return
     position = 0
     for name, info in tensors.items():

@@ -68,6 +68,11 @@ _PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # (part of the name, code, what it is and the remedy); the first match applies.
 KNOWN_FORMS = (
     (
+        2 * WRAPPER,
+        "wrapped_twice",
+        "of a model that PEFT wrapped twice, in which PEFT would not find it; call get_peft_model once, on the base",
+    ),
+    (
         "trainable_tokens",
         "unsupported_trainable_token_indices",
         "rows of a module that is no table of this base's tokens",

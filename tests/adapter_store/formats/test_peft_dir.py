@@ -217,6 +217,14 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
         refused("path_initial_model_for_weight_conversion", "unsupported_init")
     ),
     "peft, named": (below("pirate", OWN), Taken(subdirectory="pirate")),
+    "peft, wrapped twice": (
+        of({f"base_model.model.{name}": tensor for name, tensor in build.tensors().items()}),
+        refused("call get_peft_model once", "wrapped_twice", "no_modules")
+    ),
+    "trl, shards of ZeRO-3": (
+        of({name: torch.zeros(0) for name in build.tensors()}), refused("gather them and save it again", "empty_tensor")
+    ),
+    "trl, ZeRO-3 without any": (of({}), refused("gather them and save it again", "no_tensors")),
     # A state dict gathered from FSDP around a compiled model, saved by hand.
     "fsdp by hand": (
         of(

@@ -18,7 +18,7 @@ FOREIGN = {
     "base_model.model.lm_head.weight": "unsupported_modules_to_save",
     "base_model.model.model.embed_tokens.weight": "unsupported_modules_to_save",
     "base_model.model.model.embed_tokens.trainable_tokens_delta": "unsupported_trainable_token_indices",
-    "base_model.model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
+    "base_model.model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": "wrapped_twice",
     "base_model.model.layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "layers.0.self_attn.q_proj.lora_A.weight": "unknown_tensor",
     "model.layers.0.self_attn.q_proj.weight": "unsupported_modules_to_save",
