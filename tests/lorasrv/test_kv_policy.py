@@ -24,6 +24,7 @@ WINDOW = WindowPolicy(recent=64)
 FULL_ROWS = 16 + 64 + 16
 LONG = tuple(10 + (7 * i + i * i % 31) % 300 for i in range(330))
 GREEDY = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, logprobs=2)
+FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in ("granite", "olmo2"))]
 
 
 def seen(policy: WindowPolicy, position: int) -> list[int]:
@@ -45,7 +46,7 @@ def test_rows_of_a_piece_see_the_same_pages(sink: int, recent: int, start: int, 
             assert (position < policy.num_full_rows) == (not policy.hole(position))
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.long) for f in ("granite", "olmo2"))])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_says_with_the_same_mask(tiny_hf_checkpoints: dict[str, TinyCheckpoint], family: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -74,10 +75,12 @@ def test_what_transformers_says_with_the_same_mask(tiny_hf_checkpoints: dict[str
             assert gap > 2e-4, "the first token behind is no longer exact"
 
 
-def test_pages_are_selected_by_their_attention(model: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_are_selected_by_their_attention(tiny_hf_checkpoints: dict[str, TinyCheckpoint], family: str) -> None:
     """As transformers computes it: what its weights add up to decides what the next rows of its mask see."""
     from transformers import AutoModelForCausalLM
 
+    model = tiny_hf_checkpoints[family]()
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
     policy, sampling = SelectPolicy(budget=128, recent=64, every=48), replace(GREEDY, max_tokens=100)
     for prompt, first_drop in (list(LONG[:200]), 200), (list(LONG[30:90]), 156):

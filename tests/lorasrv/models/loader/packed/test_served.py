@@ -45,8 +45,13 @@ from lorasrv.worker.base_format import choose_format
 from sgmv_kernels.ops import Ops
 
 PROMPTS = [[5, 9, 60, 33, 120, 7], [300, 41, 18, 77]]
-TABLES = [tuple(range(20 * i, 20 * i + 20)) for i in range(4)]
+TABLES = [tuple(range(20 * i, 20 * i + 20)) for i in range(8)]
 MAX_KL = {"torch": 1e-6, "numba": 2e-3}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "linears": {},
+    "head": {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [7, 300, 41]},
+    "tables": {"target_modules": ["v_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+}
 
 
 def read(kind: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -169,7 +174,7 @@ def method_of(kind: str) -> str:
 def checkpoint(
     tmp_path_factory: pytest.TempPathFactory, write_gguf: Callable[..., Path]
 ) -> Callable[[str], tuple[Path, Path, Path]]:
-    """Name -> the checkpoint, the same weights as floats, and an adapter on all linears; made once."""
+    """Name -> the checkpoint, the same weights as floats, and the folder of `ADAPTERS`; made once."""
     made: dict[str, tuple[Path, Path, Path]] = {}
 
     def make(kind: str) -> tuple[Path, Path, Path]:
@@ -179,16 +184,15 @@ def checkpoint(
                 source = base(root / "floats", hidden_size=256, intermediate_size=512)
                 folder = write_gguf(source, root / "model.gguf", GGUF[kind])
                 floats = dense_gguf(source, root / "dense", GGUF[kind])
-                peft_adapter(floats, root / "adapter", r=6)
-                made[kind] = folder, floats, root / "adapter"
-                return made[kind]
-            if kind in MADE:
+            elif kind in MADE:
                 folder = convert(base(root / "floats"), root / "packed", MADE[kind].config, MADE[kind].pack)
+                floats = dense(folder, root / "dense", partial(read, kind))
             else:
                 folder = committed(kind, root / "packed")
-            floats = dense(folder, root / "dense", partial(read, kind))
-            peft_adapter(floats, root / "adapter", r=6)
-            made[kind] = folder, floats, root / "adapter"
+                floats = dense(folder, root / "dense", partial(read, kind))
+            for name, config in ADAPTERS.items():
+                peft_adapter(floats, root / "adapters" / name, r=6, **config)
+            made[kind] = folder, floats, root / "adapters"
         return made[kind]
 
     return make
@@ -209,32 +213,30 @@ def kl(want: Tensor, got: Tensor) -> float:
 
 @pytest.mark.parametrize("kernels", MAX_KL)
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in OF_KNOWN_CODES)])
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")
 def test_logits_are_those_of_transformers_and_peft(checkpoint, tmp_path: Path, kind: str, kernels: str) -> None:
-    folder, floats, adapter = checkpoint(kind)
-    served = HandDecoder(folder, {"mia": adapter}, tmp_path / "store", kernels, weights=method_of(kind))
+    folder, floats, adapters = checkpoint(kind)
+    folders = {name: adapters / name for name in ADAPTERS}
+    served = HandDecoder(folder, folders, tmp_path / "store", kernels, weights=method_of(kind))
     most = max(MAX_KL[kernels], ROUNDED.get(kind, 0))
-    ids = [PROMPTS[0] * 3, PROMPTS[1] * 4]
-    shares = [
-        (name, prompt, 0, TABLES[2 * i + j]) for i, prompt in enumerate(ids) for j, name in enumerate([None, "mia"])
-    ]
-    got = served.logits(shares)
+    asked = [(name, prompt) for prompt in (PROMPTS[0] * 3, PROMPTS[1] * 4) for name in (None, *ADAPTERS)]
+    got = served.logits([(name, prompt, 0, table) for (name, prompt), table in zip(asked, TABLES, strict=True)])
+    models = {name: oracle(floats, folders.get(name)) for name in (None, *ADAPTERS)}
     with torch.inference_mode():
-        for j, path in enumerate([None, adapter]):
-            model = oracle(floats, path)
-            for i, prompt in enumerate(ids):
-                want = model(torch.tensor([prompt])).logits[0, -1]
-                assert kl(want, got[2 * i + j]) < most, (kind, path)
-        assert kl(got[0], got[1]) > 1e-2, "the adapter changes nothing"
+        for i, (name, prompt) in enumerate(asked):
+            want = models[name](torch.tensor([prompt])).logits[0, -1]
+            assert kl(want, got[i]) < most, (kind, name)
+            assert name is None or kl(models[None](torch.tensor([prompt])).logits[0, -1], got[i]) > 1e-2, "no change"
 
 
 @pytest.mark.parametrize("kind", ["autogptq", "autoawq-gemm", "gptq-mixed", "compressed-tensors-mixed", "gguf-Q4_K"])
 def test_greedy_tokens_are_those_of_transformers_and_peft(checkpoint, kind: str) -> None:
-    folder, floats, adapter = checkpoint(kind)
+    folder, floats, adapters = checkpoint(kind)
     names = [None, "mia"]
-    with offline_engine(folder, {"mia": adapter}, quantization="auto", kernels="torch") as llm:
+    with offline_engine(folder, {"mia": adapters / "linears"}, quantization="auto", kernels="torch") as llm:
         done = {name: llm.generate(PROMPTS, GREEDY, [name] * len(PROMPTS)) for name in names}
     for name in names:
-        model = oracle(floats, adapter if name else None)
+        model = oracle(floats, adapters / "linears" if name else None)
         for prompt, answer in zip(PROMPTS, done[name], strict=True):
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + list(answer.token_ids)])).logits[0, len(prompt) - 1 : -1]
@@ -244,9 +246,10 @@ def test_greedy_tokens_are_those_of_transformers_and_peft(checkpoint, kind: str)
 
 @pytest.mark.parametrize("kind", ["gptq-mixed", "gptq-act-order", "autoawq-gemm", "bitsandbytes-nf4", "gguf-IQ4"])
 def test_a_recorded_pass_is_the_pass(checkpoint, tmp_path: Path, kind: str) -> None:
-    folder, _, adapter = checkpoint(kind)
+    folder, _, adapters = checkpoint(kind)
     recorded, called = (
-        HandDecoder(folder, {"mia": adapter}, tmp_path / name, "numba", weights=method_of(kind)) for name in ("r", "c")
+        HandDecoder(folder, {"mia": adapters / "linears"}, tmp_path / name, "numba", weights=method_of(kind))
+        for name in ("r", "c")
     )
     assert recorded.decoder._program is not None
     called.decoder._program = None
