@@ -22,13 +22,16 @@ def missing_modules(
 ) -> tuple[str, ...]:
     """Return the full names of modules that the config names and that have no tensors, in the order of the layers.
 
-    `found` holds the modules of the layers that have tensors; outside the layers, any tensor whose name contains the
-    module's name counts.
+    `found` holds the modules of the layers that have tensors; outside the layers, any LoRA tensor counts whose name
+    contains the module's name.
     """
     named = {place: module_name(base, *place) for place in base.places() if place not in found}
     inside = [name for name in named.values() if selection.selects(name)]
     outside = [name for name in base.ends or OUTSIDE_LAYERS if selection.selects(name)]
-    return (*inside, *(name for name in outside if not any(f".{name}." in f".{tensor}" for tensor in tensor_names)))
+    return (
+        *inside,
+        *(name for name in outside if not any(f".{name}.lora_" in f".{tensor}" for tensor in tensor_names)),
+    )
 
 
 def check_complete(missing: tuple[str, ...], num_expected: int, problems: ProblemList) -> None:

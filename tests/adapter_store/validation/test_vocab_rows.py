@@ -41,8 +41,11 @@ def test_lora_of_a_head_that_is_to_be_tied(tied: bool) -> None:
     }
     fields = {"target_modules": ["q_proj", "v_proj", "lm_head"], "ensure_weight_tying": True}
     if tied:
-        found = problems_of(lambda: checked(lora | LORA_OF_THE_EMBEDDING, tied, **fields))
-        assert list(found) == ["unsupported_ensure_weight_tying"], "PEFT targets both"
+        for one in (lora, LORA_OF_THE_EMBEDDING):
+            found = problems_of(lambda one=one: checked(one, tied, **fields))
+            assert "only one of them" in found["unsupported_ensure_weight_tying"].message, "PEFT targets both"
+        spec = checked(lora | LORA_OF_THE_EMBEDDING, tied, **fields).spec
+        assert {HEAD, EMBEDDING} <= {module.module for module in spec.modules}
     else:
         assert HEAD in {module.module for module in checked(lora, tied, **fields).spec.modules}
 
@@ -167,6 +170,9 @@ REFUSED: dict[str, tuple[Tensors, bool, dict[str, Any], str, str]] = {
     ),
     "the base's own under another name": (
         rows(9, f"{HEAD}.original_module.weight"), False, {}, "unread_weight", "it looks for lm_head.weight"
+    ),
+    "a table without the LoRA that is promised": (
+        rows(9, f"{HEAD}.weight"), False, {"target_modules": [*QV, "lm_head"]}, "partial_adapter", "(first: lm_head)"
     ),
     "the base's own beside trained rows": (
         rows(9, f"{EMBEDDING}.weight") | rows(2, f"{EMBEDDING}.{DELTA}"), False, {TOKENS: [7, 3]},
