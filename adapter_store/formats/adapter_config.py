@@ -114,9 +114,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
-    "ensure_weight_tying": _honoured(
-        "a tied head follows modules_to_save; must be false with LoRA on lm_head or embed_tokens, which PEFT would tie"
-    ),
+    "ensure_weight_tying": _honoured("a tied head follows modules_to_save, and shares one LoRA with embed_tokens"),
     "modules_to_save": _honoured("norms, lm_head and embed_tokens: those of the file replace the base's"),
     "trainable_token_indices": _honoured("rows of embed_tokens, and of lm_head, replace the base's"),
     "added_tokens": _honoured("not PEFT's: tokens of the adapter's own, which `upload` reads from its tokenizer.json"),

@@ -84,10 +84,12 @@ def match_saved(
 
 
 def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterConfig, problems: ProblemList) -> None:
-    """Record a problem if PEFT would share one LoRA between the head and the embedding, as it does for tied ones."""
+    """Record a problem if the head and the embedding share one LoRA and the file has it for only one of them. PEFT
+    saves it for both: the head's A is the embedding's B, transposed.
+    """
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
-    if ties_ends(base, config) and not adapted.isdisjoint(base.ends):
-        message = "= true ties the LoRA of lm_head to the embedding's; train again without it"
+    if ties_ends(base, config) and len(adapted.intersection(base.ends)) == 1:
+        message = "= true ties the LoRA of lm_head to the embedding's, and the file has only one of them; save it again"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
 

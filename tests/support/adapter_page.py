@@ -68,9 +68,9 @@ OTHERS = (
         "train again without that module",
     ),
     (
-        "`ensure_weight_tying` with LoRA of `lm_head` or `embed_tokens`, where they are tied",
+        "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, where they are tied",
         "unsupported_ensure_weight_tying",
-        "PEFT shares one LoRA between both; train again without it",
+        "PEFT shares one LoRA between both, and saves it for each; save it again",
     ),
     (
         f"more than {MAX_ROW_BYTES >> 30} GiB of trained rows of the vocabulary, in bf16",

@@ -31,6 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "embedding": {"r": 18, "lora_alpha": 6, "target_modules": ["embed_tokens"]},
     "both": {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    "tied": {"r": 4, "lora_alpha": 9, "target_modules": ["lm_head", "v_proj"], "ensure_weight_tying": True},
     "dora": {"r": 4, "target_modules": QV, "use_dora": True},
     "plain": {"r": 4, "target_modules": QV},
 }  # fmt: skip
