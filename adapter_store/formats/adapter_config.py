@@ -250,7 +250,10 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         The fields that serving reads, or None if there are problems.
     """
     before = len(problems)
-    if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
+    if not check_json(config, problems):
+        return None
+    _check_peft_type(config, problems)
+    if is_foreign(config) or not _check_lengths(config, max_names, problems):
         return None
     _check_fields(config, problems)
     ranks = list(_patterns(config, "rank_pattern", problems))
@@ -288,8 +291,13 @@ def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> boo
     return len(problems) == before
 
 
+def is_foreign(config: Config) -> bool:
+    """Return whether another method than LoRA wrote the config: its fields and tensors mean something else."""
+    peft_type = config.get("peft_type")
+    return isinstance(peft_type, str) and peft_type.upper() != "LORA"
+
+
 def _check_fields(config: Config, problems: ProblemList) -> None:
-    _check_peft_type(config, problems)
     for key, value in config.items():
         rule = FIELD_RULES.get(key)
         # In PEFT, {} enables a feature with default values.

@@ -18,6 +18,7 @@ from adapter_store.formats.adapter_config import (
     MLX_REMEDY,
     AdapterConfig,
     canonical_json,
+    is_foreign,
     read_adapter_config,
 )
 from adapter_store.formats.draft_heads import is_head_name, match_heads, max_head_bytes
@@ -146,6 +147,8 @@ def check_adapter(
     if stored not in get_args(Form):
         problems.add("invalid_stored", "stored", f"= {show(stored)}; it must be {' or '.join(get_args(Form))}")
     adapter_config = read_adapter_config(config, problems, max_names(base))
+    if is_foreign(config):
+        problems.raise_if_any()
     hasher = hashlib.sha256()
     facts = DataFacts()
     matched = MatchedTensors()

@@ -217,6 +217,13 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
         refused("path_initial_model_for_weight_conversion", "unsupported_init")
     ),
     "peft, named": (below("pirate", OWN), Taken(subdirectory="pirate")),
+    "peft, LoHa": (
+        files(
+            {"peft_type": "LOHA", "r": 4, "alpha": 8, "rank_dropout": 0.1, "target_modules": ["q_proj"]},
+            {f"{PREFIX}0.self_attn.q_proj.hada_w1_a": torch.ones(32, 4)}
+        ),
+        refused("save_as_lora() turns some other types into LoRA", "unsupported_peft_type")
+    ),
     "peft, wrapped twice": (
         of({f"base_model.model.{name}": tensor for name, tensor in build.tensors().items()}),
         refused("call get_peft_model once", "wrapped_twice", "no_modules")
