@@ -49,6 +49,7 @@ HEAD_COPY = {
     "trainable_token_indices": [5, 9, 70],
 }
 BASES_COPY = {"target_modules": ["q_proj", "embed_tokens"], "save_embedding_layers": True}
+TIED = {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True}
 
 
 def long(*values: object, **how: Any) -> Any:
@@ -154,7 +155,13 @@ class TestRight:
 
     @pytest.mark.parametrize(
         ("family", "own"),
-        [("qwen2", EVERYTHING), ("gemma3", EVERYTHING), ("llama", HEAD_COPY), ("qwen2", BASES_COPY)],
+        [
+            ("qwen2", EVERYTHING),
+            ("gemma3", EVERYTHING),
+            ("llama", HEAD_COPY),
+            ("qwen2", BASES_COPY),
+            ("qwen2", TIED),
+        ],
     )
     @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying", "ignore:Careful, disabling adapter layers")
     def test_what_an_adapter_has_beside_lora(
