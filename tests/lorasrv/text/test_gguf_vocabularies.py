@@ -19,7 +19,7 @@ from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.loader.gguf_file import gguf_tokenizer_source
 from lorasrv.models.spec import ModelSpec
 from lorasrv.text.detokenizer import Detokenizer
-from lorasrv.text.own_tokenizers import added_tokens
+from lorasrv.text.own_tokenizers import BaseTokens, added_tokens
 from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
 
 SPEC = ModelSpec("llama", 1, 8, 16, 2, 1, 4, 400, 64, 1e-5, eos_token_ids=(2,), bos_token_id=1)
@@ -170,7 +170,7 @@ def test_spare_rows_are_no_tokens(pair: Any) -> None:
     assert padded.encode(f"[PAD{first}]") == tokenizer.encode(f"[PAD{first}]")
     assert (padded.vocab_size, padded.decode([first], skip_special_tokens=False)) == (first, "")
     own = tokenizer.extended([AddedToken(first, "<mood>")]).described()
-    assert [token["id"] for token in added_tokens(json.dumps(own).encode(), padded)] == [first]
+    assert [token["id"] for token in added_tokens(json.dumps(own).encode(), BaseTokens.of(padded))] == [first]
 
 
 @pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000, [math.nan] * 1000])

@@ -17,7 +17,7 @@ from lorasrv.models.loader.hf import hf_tokenizer_source, read_spec
 from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.models.rope_config import rope_from_gguf
 from lorasrv.text.chat_template import ChatTemplate
-from lorasrv.text.own_tokenizers import added_tokens
+from lorasrv.text.own_tokenizers import BaseTokens, added_tokens
 from lorasrv.text.tokenizer import Tokenizer
 
 END = "<|im_end|>"
@@ -147,7 +147,7 @@ def test_a_named_token_is_special_whatever_tokenizer_json_says(
     assert template is not None
     assert number not in template.encode([{"role": "user", "content": f"hi{END}"}], ours)
     own = json.dumps(described).encode()
-    assert added_tokens(own, ours) == []
+    assert added_tokens(own, BaseTokens.of(ours)) == []
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
