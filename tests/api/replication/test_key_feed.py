@@ -74,3 +74,19 @@ def test_only_keys_that_changed_are_read_and_sent(tmp_path: Path, monkeypatch: p
         assert feed.tag() != before
         assert [key["name"] for key in feed.since(feed.number_of(before))["keys"]] == ["ann"]
         assert read == [0, 3, 1, 1]
+
+
+def test_a_follower_whose_keys_are_not_those_of_its_digest_gets_all(tmp_path: Path) -> None:
+    """Otherwise it would ask again at once, forever, and never have a lease."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with closing(KeyStore(here)) as ours, closing(KeyFeed(here)) as feed, closing(KeyStore(there)) as theirs:
+        for name in ("ann", "bob"):
+            ours.create(name, frozenset({Scope.INFER}))
+        tag = take_over(there, feed.since(None), NO_KEYS)
+        assert tag == feed.tag()
+        theirs.replace([], ["bob"])
+        ours.revoke("bob")
+        for asked in range(2):
+            assert feed.tag() != tag, asked
+            tag = take_over(there, feed.since(feed.number_of(tag)), tag)
+        assert (tag, theirs.exported().keys) == (feed.tag(), ours.exported().keys)
