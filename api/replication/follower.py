@@ -373,7 +373,10 @@ def _take_keys(
     page = FeedPage.from_dict(answer.get("page"))
     _check_goes_on(page, position)
     _check_limits(page)
-    return page, None if answer.get("keys") is None else take_over(store.root, answer["keys"], known)
+    if "keys" not in answer:
+        # Asked again, it would answer the same at once, forever.
+        raise StoreUnusable("the registry's changes come without keys; run the same version on both")
+    return page, None if answer["keys"] is None else take_over(store.root, answer["keys"], known)
 
 
 def _check_goes_on(page: FeedPage, position: Position | None) -> None:

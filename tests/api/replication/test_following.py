@@ -308,6 +308,20 @@ def test_changes_that_never_end(cluster: Cluster, upload: Callable[..., int], is
     origin.close()
 
 
+def test_a_registry_of_a_version_that_sends_keys_otherwise(cluster: Cluster) -> None:
+    """Its keys would be left out, and it would be asked for them without pause."""
+    node, registry = cluster.follow(), cluster.registry.services.registry
+
+    async def older(*_: object) -> dict[str, Any]:
+        return {"page": cluster.registry.store.feed.changes(None).to_dict(), "all_keys": []}
+
+    object.__setattr__(registry, "changes", older)
+    origin = HttpOrigin(cluster.registry.url, SECRET)
+    with pytest.raises(StoreUnusable, match="without keys; run the same version on both"):
+        first_page(node.store, RegistryClient(origin, SECRET))
+    origin.close()
+
+
 @pytest.mark.parametrize("limits", [{"max_running": -1.0}, {"of_another_version": 1.0}])
 def test_limits_that_cannot_be_enforced(
     cluster: Cluster, upload: Callable[..., int], limits: dict[str, float], caplog: pytest.LogCaptureFixture
