@@ -96,8 +96,8 @@ async def _with_tokens(
             raise InvalidRequest(why, param="config.added_tokens")
         return body.config, None
     base = services.engine.tokenizer
-    text = await run_in_threadpool(view.read_upload, body.tokenizer, MAX_TOKENIZER_BYTES)
-    tokens = await services.uploaded_tokenizers.added_tokens(text, base, view.caller.principal)
+    read = partial(view.read_upload, body.tokenizer, MAX_TOKENIZER_BYTES)
+    tokens = await services.uploaded_tokenizers.added_tokens(read, base, view.caller.principal)
     extended = None
     if tokens and body.defaults:
         extended = await run_in_threadpool(base.extended, [AddedToken(**token) for token in tokens])

@@ -9,7 +9,9 @@ the tokens that the uploaded one adds, or the problems with it, as JSON.
 import asyncio
 import contextlib
 import json
+import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from lorasrv.fair_lock import FairLock
 from lorasrv.text.own_tokenizers import BaseTokens, added_tokens
 from lorasrv.text.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "lorasrv.text.uploaded_tokenizers")
 WALL_SECONDS = 60.0
 MAX_WAITING = 64
@@ -39,14 +42,19 @@ class UploadedTokenizers:
     def __init__(self) -> None:
         self._turns = FairLock("uploaded tokenizers", MAX_WAITING)
 
-    async def added_tokens(self, text: bytes, base: Tokenizer, principal: str) -> list[dict[str, Any]]:
+    async def added_tokens(self, read: Callable[[], bytes], base: Tokenizer, principal: str) -> list[dict[str, Any]]:
         """Return the tokens that a tokenizer.json has beyond the base's, as it describes them.
+
+        Args:
+            read: returns the tokenizer.json. Called in a thread when it is its turn, so that only one is in memory.
 
         Raises:
             AdapterInvalid: it is no extension of the base's tokenizer; says what differs.
             EngineOverloaded: the process does not start, was ended from outside, or got no CPU time for the answer.
+            Exception: whatever `read` raises.
         """
         async with self._turns.turn(principal):
+            text = await asyncio.to_thread(read)
             known = await asyncio.to_thread(BaseTokens.of, base)
             head = _Question(len(known.text), sorted(known.all_special), known.is_exact)
             said = await _asked(json.dumps(asdict(head)).encode() + b"\n", known.text, text)
@@ -60,13 +68,15 @@ async def _asked(*question: bytes) -> dict[str, Any]:
     """Run a process with this input, and return what it says."""
     pipe = asyncio.subprocess.PIPE
     try:
+        # In a session of its own: Ctrl-C in the server's terminal is for the server, which answers its requests first.
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+            *COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
     except OSError:
         raise _too_busy() from None
     assert process.stdin is not None
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(WALL_SECONDS):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -74,14 +84,19 @@ async def _asked(*question: bytes) -> dict[str, Any]:
                     process.stdin.write(part)
                     await process.stdin.drain()
             process.stdin.close()
-            said: dict[str, Any] = json.loads(await process.stdout.read())
-            return said
-    except (TimeoutError, ValueError):
+            answer, last_words = await process.stdout.read(), await process.stderr.read()
+            code = await process.wait()
+    except TimeoutError:
         raise _too_busy() from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:
             process.kill()
-        await process.wait()
+            await process.wait()
+    if code:
+        _LOG.warning("reading a tokenizer: exit code %d; %s", code, last_words.decode(errors="replace"))
+        raise _too_busy()
+    said: dict[str, Any] = json.loads(answer)
+    return said
 
 
 def _too_busy() -> EngineOverloaded:

@@ -1,6 +1,8 @@
 """Uploaded tokenizers are read in a process of their own, which says the same as this one would."""
 
+import asyncio
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,16 +41,55 @@ async def test_the_process_says_what_this_one_would(base: Tokenizer, monkeypatch
     with pytest.raises(AdapterInvalid) as refused:
         own_tokenizers.added_tokens(bad, here)
     monkeypatch.setattr(uploaded_tokenizers, "added_tokens", lambda *_: pytest.fail("streams would pause meanwhile"))
-    assert await read.added_tokens(good, base, "ann") == tokens
+    assert await read.added_tokens(lambda: good, base, "ann") == tokens
     with pytest.raises(AdapterInvalid) as told:
-        await read.added_tokens(bad, base, "ann")
+        await read.added_tokens(lambda: bad, base, "ann")
     assert told.value.problems == refused.value.problems
 
 
-@pytest.mark.parametrize("command", [("false",), ("no-such-program",)])
+@pytest.mark.parametrize("command", [("false",), ("sh", "-c", "kill -9 $$"), ("no-such-program",)])
 async def test_a_process_that_says_nothing(
     base: Tokenizer, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(uploaded_tokenizers, "COMMAND", command)
     with pytest.raises(EngineOverloaded, match="cannot be read now"):
-        await UploadedTokenizers().added_tokens(b"x" * (1 << 20), base, "ann")
+        await UploadedTokenizers().added_tokens(lambda: b"x" * (1 << 20), base, "ann")
+
+
+async def test_a_fault_in_the_process_is_logged(
+    base: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uploaded_tokenizers, "COMMAND", (sys.executable, "-c", "raise LookupError('a fault')"))
+    with pytest.raises(EngineOverloaded):
+        await UploadedTokenizers().added_tokens(lambda: b"{}", base, "ann")
+    assert "exit code 1" in caplog.text
+    assert "LookupError: a fault" in caplog.text
+
+
+async def test_a_signal_to_the_servers_terminal_does_not_end_the_process(
+    base: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C lets the server answer its requests first."""
+    says_session = "import json, os; print(json.dumps({'problems': None, 'tokens': os.getsid(0) == os.getpid()}))"
+    monkeypatch.setattr(uploaded_tokenizers, "COMMAND", (sys.executable, "-c", says_session))
+    assert await UploadedTokenizers().added_tokens(lambda: b"{}", base, "ann")
+
+
+async def test_one_tokenizer_at_a_time_is_in_memory(base: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory: list[int] = []
+    num_read = 0
+
+    def read() -> bytes:
+        nonlocal num_read
+        num_read += 1
+        return b"{}"
+
+    async def asked(*_: bytes) -> dict[str, Any]:
+        in_memory.append(num_read)
+        await asyncio.sleep(0)
+        return {"problems": None, "tokens": []}
+
+    monkeypatch.setattr(uploaded_tokenizers, "_asked", asked)
+    tokenizers = UploadedTokenizers()
+    await asyncio.gather(*(tokenizers.added_tokens(read, base, "ann") for _ in range(3)))
+    assert in_memory == [1, 2, 3]
