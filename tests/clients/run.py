@@ -48,12 +48,14 @@ def main() -> int:
     pythons = {name: environment(name) for name in wanted}
     versions = {d: version_of(python, d) for name, python in pythons.items() for d in CLIENTS[name]}
     failed = list[str]()
-    for names, options in ((WITH_TOOLS, ("--model", base_with_tools())), (CLIENTS.keys() - WITH_TOOLS, ())):
-        if not names & pythons.keys():
+    for with_tools in (True, False):
+        names = [name for name in pythons if (name in WITH_TOOLS) == with_tools]
+        if not names:
             continue
+        options = ("--model", base_with_tools()) if with_tools else ()
         with serve("--pool-bytes", "512MiB", "--served-model-name", BASE, *options, adapters=personas()) as served:
             print(f"server: {served.url} {' '.join(map(str, options))}", flush=True)
-            for name in [name for name in pythons if name in names]:
+            for name in names:
                 for distribution, script in CLIENTS[name].items():
                     print(f"{distribution} {versions[distribution]}", flush=True)
                     started = time.monotonic()
