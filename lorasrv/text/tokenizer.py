@@ -133,11 +133,6 @@ class Tokenizer:
         """Return the tokenizer as a tokenizer.json."""
         return str(self._backend.to_str()).encode()
 
-    def described(self) -> dict[str, Any]:
-        """Return the tokenizer as a parsed tokenizer.json."""
-        described: dict[str, Any] = json.loads(self.description)
-        return described
-
     @property
     def is_from_json(self) -> bool:
         """Return whether the checkpoint has a tokenizer.json."""

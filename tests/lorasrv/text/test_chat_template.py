@@ -200,7 +200,7 @@ def test_added_tokens_that_the_template_writes_are_control_tokens_too() -> None:
 @pytest.fixture(scope="module")
 def normalizing() -> Tokenizer:
     """A tokenizer that looks for special tokens in the normalized text."""
-    backend = tokenizers.Tokenizer.from_str(json.dumps(sentencepiece("ab").described()))
+    backend = tokenizers.Tokenizer.from_str(sentencepiece("ab").description.decode())
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), backend.normalizer])
     written = ["<|KEY|>", "<|a b|>"]
     backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=True) for text in written])

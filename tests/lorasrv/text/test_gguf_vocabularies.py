@@ -1,7 +1,6 @@
 """SentencePiece vocabularies of GGUF files: texts become the tokens that the sentencepiece library makes of them."""
 
 import io
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -121,7 +120,7 @@ def test_any_text_has(pair: Any, pieces: list[str]) -> None:
 
 def from_json(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
     """The tokenizer as a tokenizer.json has it, with Metaspace in place of its normalizer if there is a scheme."""
-    backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.described()))
+    backend = tokenizers.Tokenizer.from_str(tokenizer.description.decode())
     if scheme is not None:
         backend.normalizer = None
         backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
@@ -169,8 +168,8 @@ def test_spare_rows_are_no_tokens(pair: Any) -> None:
     assert padded.has_ids_of(tokenizer)
     assert padded.encode(f"[PAD{first}]") == tokenizer.encode(f"[PAD{first}]")
     assert (padded.vocab_size, padded.decode([first], skip_special_tokens=False)) == (first, "")
-    own = tokenizer.extended([AddedToken(first, "<mood>")]).described()
-    assert [token["id"] for token in added_tokens(json.dumps(own).encode(), BaseTokens.of(padded))] == [first]
+    own = tokenizer.extended([AddedToken(first, "<mood>")]).description
+    assert [token["id"] for token in added_tokens(own, BaseTokens.of(padded))] == [first]
 
 
 @pytest.mark.parametrize("scores", [None, [], [1, 2], ["x"] * 1000, [math.nan] * 1000])

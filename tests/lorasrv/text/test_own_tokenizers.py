@@ -126,7 +126,7 @@ def test_blanks_that_a_gguf_file_spells_otherwise_are_named() -> None:
     tokens = ("<unk>", "<s>", "a", "▁", "  ", *(f"<0x{byte:02X}>" for byte in range(256)))
     words = SentencePieceVocabulary(tokens, (0.0,) * len(tokens), (2, 3, 4), (0, 1), (4,), 0, adds_space_prefix=False)
     base = Tokenizer.from_source(TokenizerSource(words))
-    as_published = json.dumps(base.described(), ensure_ascii=False).replace('"  "', '"▁▁"')
+    as_published = base.description.decode().replace('"  "', '"▁▁"')
     with pytest.raises(
         AdapterInvalid, match=r"blanks of token 4 as U\+2581.* serve the base from its Hugging Face dir"
     ):
@@ -171,8 +171,8 @@ def test_vocabulary_and_merges_are_the_bases_own() -> None:
     """Not a copy, whose making would take as long as reading the base's file, for each adapter."""
     base = Tokenizer.from_source(TokenizerSource(TokenizerJson(tiny_tokenizer_json())))
     own = base.extended([MOOD, SAD])
-    assert own.described() == json.loads(extended().to_str())
-    assert base.described() == json.loads(tiny_tokenizer_json())
+    assert json.loads(own.description) == json.loads(extended().to_str())
+    assert json.loads(base.description) == json.loads(tiny_tokenizer_json())
     own._backend.model.unk_token = "a"
     assert base._backend.model.unk_token == "a"
     longest = AddedToken(384, "<" + "a" * 198 + ">")

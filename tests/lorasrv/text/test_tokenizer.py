@@ -100,7 +100,7 @@ PREPENDED = normalizers.Sequence([normalizers.Prepend("▁"), BLANKS])
 )
 def test_the_most_characters_of_one_token(normalizer: Any, longest: int | None) -> None:
     """A text of too many is not tokenized."""
-    backend = tokenizers.Tokenizer.from_str(json.dumps(sentencepiece("ab").described()))
+    backend = tokenizers.Tokenizer.from_str(sentencepiece("ab").description.decode())
     backend.normalizer = normalizer
     tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str())))
     text = "a <0x41>é" * 100
@@ -109,7 +109,7 @@ def test_the_most_characters_of_one_token(normalizer: Any, longest: int | None) 
 
 
 def test_white_space_that_tokens_take_is_none_of_a_text() -> None:
-    described = sentencepiece("ab").described()
+    described = json.loads(sentencepiece("ab").description)
     described["added_tokens"][-1]["rstrip"] = True
     tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(described))))
     text = "</s>" + " \u3000\n" * 1000 + "ab" * 3
@@ -117,7 +117,7 @@ def test_white_space_that_tokens_take_is_none_of_a_text() -> None:
 
 
 def test_unknown_characters_may_be_one_token() -> None:
-    described = sentencepiece("ab").described()
+    described = json.loads(sentencepiece("ab").description)
     described["normalizer"] = None
     described["model"] |= {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": False}
     tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(described))))

@@ -26,7 +26,7 @@ def base() -> Tokenizer:
 
 
 def uploaded(base: Tokenizer, change: Callable[[dict[str, Any]], object] = lambda _: None) -> bytes:
-    backend = Backend.from_str(json.dumps(base.described()))
+    backend = Backend.from_str(base.description.decode())
     backend.add_tokens([Added("<mood>"), Added("<|sad é|>", special=True, normalized=False)])
     described = json.loads(backend.to_str())
     change(described)
