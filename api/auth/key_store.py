@@ -50,15 +50,18 @@ _NOTED = {
 }
 _NOTES = (
     "CREATE TABLE key_changes (number INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT",
+    "CREATE INDEX notes_by_name ON key_changes (name)",
     "CREATE INDEX IF NOT EXISTS secrets_by_name ON secrets (name)",
     *(
         f"CREATE TRIGGER note_{table}_change_{number} AFTER {change} ON {table} "
-        f"BEGIN INSERT INTO key_changes (name) VALUES ({row}.name); END"
+        f"BEGIN INSERT INTO key_changes (name) VALUES ({row}.name); "
+        f"DELETE FROM key_changes WHERE name = {row}.name AND number < (SELECT max(number) FROM key_changes); END"
         for table, kinds in _NOTED.items()
         for number, (change, row) in enumerate(kinds.items())
     ),
 )
-"""Numbers every change except those of `last_used_s`, by any connection, with the name of the key."""
+"""Numbers every change except those of `last_used_s`, by any connection, and keeps the latest number of each key. The
+earlier ones go last, so that no number comes twice."""
 _NAMED = "name IN (SELECT value FROM json_each(?))"
 _COLUMNS = "name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s"
 _EXPORTED = ("name", "scopes", "adapters", "limits", "created_s", "expires_s", "revoked_s")
@@ -269,7 +272,7 @@ class KeyStore:
             number = self._num_changes()
             if after is None:
                 return ExportedKeys(number, None, self._exported())
-            query = "SELECT DISTINCT name FROM key_changes WHERE number > ?"
+            query = "SELECT name FROM key_changes WHERE number > ?"
             names = [name for (name,) in self._db.execute(query, (after,))]
             return ExportedKeys(number, names, self._exported(names))
 

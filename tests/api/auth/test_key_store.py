@@ -270,6 +270,19 @@ class TestKeyCache:
             keys.replace(exported)
         assert state(cache, secret) == "active"
 
+    def test_one_change_of_each_key_is_kept(self, keys, tmp_path: Path) -> None:
+        """Each rotation changes all secrets of its key, whose number grows."""
+        for name in ("mia", "zoe"):
+            keys.create(name, INFER)
+        for _ in range(3):
+            before = keys.num_changes()
+            keys.rotate("mia")
+            assert keys.num_changes() > before
+            assert keys.exported(before).names == ["mia"]
+        with closing(sqlite3.connect(tmp_path / "keys.db")) as file:
+            names = file.execute("SELECT name FROM key_changes ORDER BY number").fetchall()
+        assert names == [("zoe",), ("mia",)]
+
     def test_a_store_of_an_earlier_version_counts_its_changes(self, keys, tmp_path: Path) -> None:
         _, secret = keys.create("mia", INFER)
         with closing(sqlite3.connect(tmp_path / "keys.db")) as old:
