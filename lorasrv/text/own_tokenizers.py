@@ -27,8 +27,8 @@ MAX_KNOWN_TOKENS = 1 << 18
 """Most added tokens, including the base's, of all kept tokenizers: some 250 bytes each. An adapter without any counts
 as one."""
 MAX_TIMES, SPARE_BYTES = 4, 1 << 20
-"""A tokenizer.json may have that many times the bytes of the base's, which has no blanks between its parts, and that
-many bytes more."""
+"""Most bytes of a tokenizer.json: `MAX_TIMES` those of the base's, which is written without blanks, and `SPARE_BYTES`
+more."""
 _TEXT_ALONE = [{"Sequence": {"id": "A", "type_id": 0}}]
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
