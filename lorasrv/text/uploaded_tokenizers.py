@@ -101,7 +101,7 @@ async def _asked(*question: bytes) -> dict[str, Any]:
 
 def _too_busy() -> EngineOverloaded:
     why = "the tokenizer cannot be read now: this machine may be short of memory or CPU time"
-    return EngineOverloaded(why, retry_after_s=5.0)
+    return EngineOverloaded(f"{why}; upload it and register again", retry_after_s=5.0)
 
 
 def main() -> None:

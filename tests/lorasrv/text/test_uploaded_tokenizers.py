@@ -52,7 +52,7 @@ async def test_a_process_that_says_nothing(
     base: Tokenizer, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(uploaded_tokenizers, "COMMAND", command)
-    with pytest.raises(EngineOverloaded, match="cannot be read now"):
+    with pytest.raises(EngineOverloaded, match=r"cannot be read now: .*; upload it and register again"):
         await UploadedTokenizers().added_tokens(lambda: b"x" * (1 << 20), base, "ann")
 
 
