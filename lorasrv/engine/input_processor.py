@@ -278,7 +278,7 @@ class InputProcessor:
             known["seed"] = secrets.randbits(63)
         if sampling.min_tokens:
             ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
-            known["end_token_ids"] = tuple(dict.fromkeys(ends))
+            known["end_token_ids"] = tuple(dict.fromkeys(end for end in ends if end < words.vocab_size))
         if sampling.bad_words:
             if words.tokenizer is None:
                 raise InvalidRequest("{param} needs a tokenizer, and this engine has none", param="bad_words")
