@@ -4,7 +4,10 @@ PEFT loads the tensors that fit the model and skips the others with a warning. H
 problem, and so is a missing tensor that the config promises.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+import numpy as np
 
 from adapter_store.errors import ProblemList, show
 from adapter_store.formats.adapter_config import AdapterConfig
@@ -12,6 +15,7 @@ from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import B_BIAS, BASE_BIAS, BIAS, MAGNITUDE, WEIGHT, A, B, module_name
 from adapter_store.spec import BaseShapes, LoraModule, SavedTensor
 from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_ends
+from adapter_store.validation.tensor_scan import read_matrix
 
 Parts = Mapping[str, str]
 """The tensors of one module: part -> name of the tensor."""
@@ -91,6 +95,26 @@ def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterC
     if ties_ends(base, config) and len(adapted.intersection(base.ends)) == 1:
         message = "= true ties the LoRA of lm_head to the embedding's, and the file has only one of them; save it again"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
+
+
+def check_shared(
+    file: BinaryIO,
+    header: SafetensorsHeader,
+    modules: Sequence[LoraModule],
+    base: BaseShapes,
+    config: AdapterConfig,
+    problems: ProblemList,
+) -> None:
+    """Record a problem if the head and the embedding share one LoRA and the file has two: PEFT loads the head's into
+    both."""
+    ends = sorted((own for own in modules if own.module in base.ends), key=lambda own: own.module == base.embedding)
+    if ties_ends(base, config) and len(ends) == 2:
+        head, embedding = ends
+        same = (head.a_name, embedding.b_name), (head.b_name, embedding.a_name)
+        matrices = ([read_matrix(file, header, name) for name in pair] for pair in same)
+        if not all(np.array_equal(one, other.T) for one, other in matrices):
+            message = "= true ties the LoRA of lm_head to the embedding's, and the file has two; save it again"
+            problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
 
 def check_promised(

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from adapter_store.errors import ProblemList
 from adapter_store.formats.int8_codes import CodedTensors
-from adapter_store.formats.safetensors_file import NUMPY_TYPES, SafetensorsHeader, widen
+from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import module_name
 from adapter_store.formats.weights import LoraTensors
 from adapter_store.spec import BaseShapes, LoraModule
+from adapter_store.validation.tensor_scan import read_matrix
 
 WARNED_DRIFT, MOST_DRIFT = 0.02, 0.10
 """Largest accepted drift of a module. Trained adapters of ranks 4 to 16 drift by at most 0.01."""
@@ -74,7 +75,7 @@ def measure_drift(
     worst, worst_module = 0.0, module_name(base, modules[0].layer, modules[0].module)
     for module in modules:
         name = module_name(base, module.layer, module.module)
-        a, b = (_read(file, header, tensor) for tensor in (module.a_name, module.b_name))
+        a, b = (read_matrix(file, header, tensor) for tensor in (module.a_name, module.b_name))
         coded = CodedTensors(LoraTensors(module.rank, module.scaling, a, b), "F32")
         if not np.isfinite(coded.factors).all():
             problems.add("int8_overflow", name, "lora_A and lora_B are too large to be stored as int8; use stored bf16")
@@ -94,13 +95,6 @@ def measure_drift(
             '("allow_drift": true, --allow-drift)',
         )
     return drift
-
-
-def _read(file: BinaryIO, header: SafetensorsHeader, name: str) -> npt.NDArray[np.float32]:
-    info = header.tensors[name]
-    file.seek(header.data_start + info.start)
-    values = np.frombuffer(file.read(info.end - info.start), dtype=NUMPY_TYPES[info.dtype])
-    return widen(values.reshape(info.shape), info.dtype)
 
 
 def _squares(a: Doubles, b: Doubles, coded: CodedTensors) -> tuple[float, float]:

@@ -71,6 +71,14 @@ def scan_data(
     return DataFacts(zero, {name: math.sqrt(facts[name].sum_of_squares) for name in norms_of})
 
 
+def read_matrix(file: BinaryIO, header: SafetensorsHeader, name: str) -> npt.NDArray[np.float32]:
+    """Read a tensor of a scanned file once more."""
+    info = header.tensors[name]
+    file.seek(header.data_start + info.start)
+    values = np.frombuffer(file.read(info.end - info.start), dtype=NUMPY_TYPES[info.dtype])
+    return widen(values.reshape(info.shape), info.dtype)
+
+
 def _scan_tensor(
     file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList, want_norm: bool
 ) -> _TensorFacts:

@@ -49,6 +49,7 @@ from adapter_store.validation.extra_tensors import (
     Site,
     check_lora_extras,
     check_promised,
+    check_shared,
     check_tying,
     is_copied,
     match_saved,
@@ -164,10 +165,11 @@ def check_adapter(
     problems.raise_if_any()
     assert header is not None
     assert adapter_config is not None
+    check_shared(file, header, matched.modules, base, adapter_config, problems)
     drift = None
     if stored == INT8:
         drift = measure_drift(file, header, matched.modules, base, problems, allow_drift=allow_drift)
-        problems.raise_if_any()
+    problems.raise_if_any()
     spec = make_spec(matched, header, hasher.hexdigest(), stored)
     report = build_report(spec, adapter_config, base, facts, header, missing, matched.notices, drift)
     return CheckedAdapter(spec, report)

@@ -68,7 +68,8 @@ OTHERS = (
         "train again without that module",
     ),
     (
-        "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, where they are tied",
+        "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, or with two that differ, where "
+        "they are tied",
         "unsupported_ensure_weight_tying",
         "PEFT shares one LoRA between both, and saves it for each; save it again",
     ),

@@ -44,6 +44,12 @@ def test_lora_of_a_head_that_is_to_be_tied(tied: bool) -> None:
         for one in (lora, LORA_OF_THE_EMBEDDING):
             found = problems_of(lambda one=one: checked(one, tied, **fields))
             assert "only one of them" in found["unsupported_ensure_weight_tying"].message, "PEFT targets both"
+        for name in LORA_OF_THE_EMBEDDING:
+            two = lora | LORA_OF_THE_EMBEDDING
+            two[name] = two[name].clone()
+            two[name][3, 2] = 2.0
+            found = problems_of(lambda two=two: checked(two, tied, **fields))
+            assert "has two;" in found["unsupported_ensure_weight_tying"].message, "PEFT loads the head's"
         spec = checked(lora | LORA_OF_THE_EMBEDDING, tied, **fields).spec
         assert {HEAD, EMBEDDING} <= {module.module for module in spec.modules}
     else:
