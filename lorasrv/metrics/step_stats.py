@@ -99,6 +99,12 @@ class StepProfile:
         self.gaps = 0
         self._seconds: dict[str, float] = {}
 
+    def clear(self) -> None:
+        """Forget everything counted so far."""
+        self.steps = self.rows = self.gaps = 0
+        self.gap_s = 0.0
+        self._seconds.clear()
+
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
         """Count the time of the block."""

@@ -190,6 +190,7 @@ def test_a_day_calls_no_operator_that_the_rehearsal_has_not_called(monkeypatch: 
         executor = LaunchingExecutor(_runner())
         with Watched() as rehearsed:
             executor.rehearse()
+        assert (executor.profile.steps, executor.profile.rows, executor.profile.seconds()) == (0, 0, {})
         with Watched() as served:
             for step in _day(random.Random(0)):
                 executor.apply_page_ops(step.page_ops)
