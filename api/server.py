@@ -34,7 +34,7 @@ from api.replication.registry_client import HttpOrigin, RegistryClient
 from lorasrv.config import EngineConfig, default_store_dir
 from lorasrv.engine.fault_injection import FaultInjector
 from lorasrv.engine.watchdog import Watchdog
-from lorasrv.errors import ConfigError, ServerStopping
+from lorasrv.errors import ConfigError, EngineDead, ServerStopping
 from lorasrv.worker.host_memory import release_freed
 from sgmv_kernels.cpu_runtime.kernel_compiler import compiling, compiling_in_background
 from sgmv_kernels.cpu_runtime.kernel_names import Kernel, common_kernels, further_kernels
@@ -251,6 +251,8 @@ def serve_on(
         app = create_app(engine, store, settings, _follower(settings, store, origin))
 
         def tell_ready() -> None:
+            if engine.error is not None:
+                raise EngineDead(engine.error)
             # Exclude all present objects from garbage collection: scanning them makes a full collection take 120 ms,
             # during a step. Memory that the start has freed is returned to the system.
             gc.collect()
@@ -272,6 +274,8 @@ def serve_on(
                 host, port = listener.getsockname()[:2]
                 raise _cannot_listen(host, port, error) from None
             server.run(sockets=[listener])
+            if server.failure is not None:
+                raise server.failure
 
 
 def _origin(settings: ServerSettings) -> HttpOrigin | None:
@@ -355,9 +359,16 @@ class _EngineServer(DrainingServer):
         self._batches: BatchManager = app.state.batches
         self._watchdog = watchdog
         self._pausing: asyncio.Task[None] | None = None
+        # Why it has never been ready.
+        self.failure: EngineDead | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except EngineDead as error:
+            # Raised behind the shutdown, which closes everything in order.
+            self.failure, self.should_exit = error, True
+            return
         if self.started:
             self._watchdog.start()
 

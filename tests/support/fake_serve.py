@@ -1,7 +1,7 @@
 """The real `lorasrv` command with a fake engine, since a real model would import torch and take seconds.
 
 `--model` decides what it does: "slow" loads until its standard input ends, "hanging" stops after two tokens, a number
-kills the process at that request, "full" finds no room for an upload on the store's disk.
+kills the process at that request, "full" finds no room for an upload on the store's disk, "dead" ends in its warm-up.
 """
 
 import errno
@@ -38,7 +38,7 @@ def main() -> None:
     from api.cli.main import main
 
     class AsyncEngine(FakeEngine):
-        kill_at = -1
+        kill_at, dies = -1, False
 
         @classmethod
         def build(
@@ -53,8 +53,13 @@ def main() -> None:
                 engine.breaks(2, HANG)
             elif does.isdigit():
                 engine.kill_at = int(does)
+            engine.dies = does == "dead"
             progress("loading the model", 1.0)
             return engine
+
+        async def warmed(self) -> None:
+            if self.dies:
+                self.abort_all("the engine died: RuntimeError")
 
         async def add_choices(self, *arguments: Any, **options: Any) -> Any:
             if len(self.added) == self.kill_at:

@@ -164,6 +164,10 @@ def test_a_disk_without_room_for_uploads_is_told_before_the_model_is_loaded(star
     assert "16 MiB" in said[-1]
 
 
+def test_an_engine_that_dies_before_it_is_ready(start: Start) -> None:
+    assert refused(start("--model", "dead"))[-1] == "lorasrv: the engine died: RuntimeError"
+
+
 def test_a_full_disk_of_the_log_keeps_no_server_from_serving(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
