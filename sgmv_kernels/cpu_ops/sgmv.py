@@ -1,9 +1,9 @@
 """SGMV on the CPU: panels (bf16, fp16, fp32, int8) are read in place from the pool and summed in fp32, without a copy.
 
 A task is a block of rows of one segment with all its slices, or with one. It does shrink and expand together, so that a
-site needs one parallel region and no barrier. The largest tasks come first; a free thread takes the next one. If there
-are fewer segments than threads to share, and each has few rows, their weights are shared instead: each thread takes
-some rank rows of A, and when all of v is known, some columns of B.
+site needs one parallel region and no barrier. The largest tasks come first; a free thread takes the next one. If the
+threads cannot divide a few segments evenly, and each has few rows, they share the weights of each segment instead: a
+task is some rank rows of A, or, once all of v is known, some columns of B.
 """
 
 from dataclasses import dataclass
