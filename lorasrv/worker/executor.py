@@ -5,11 +5,13 @@ before them and before all steps submitted later. Loader threads write adapters 
 in flight reads.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from lorasrv.errors import DeviceLost, EngineDead
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import ModelRunnerOutput, PageOp, SchedulerOutput
@@ -17,6 +19,8 @@ from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.model_runner import NO_TOKENS, BeforePass, ModelRunner, PreparedStep, do_nothing
 from lorasrv.worker.snapshot_loader import ReadPages, WritePages
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +89,12 @@ class Executor(Protocol):
 
     def rehearse(self) -> None:
         """Compute small steps, so that no request waits for what happens once; before any request uses the pool, in the
-        bound thread."""
+        bound thread. A step that fails is logged.
+
+        Raises:
+            DeviceLost: after such a step, the device cannot be used any more.
+            EngineDead: as for `collect`.
+        """
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         """Start to compute a step whose page operations were applied. `collect` raises its errors.
@@ -179,8 +188,15 @@ class InProcessExecutor:
 
     def rehearse(self) -> None:
         for step in self.runner.rehearsal():
-            self.apply_page_ops(step.page_ops)
-            self.collect(self.submit(step))
+            try:
+                self.apply_page_ops(step.page_ops)
+                self.collect(self.submit(step))
+            except EngineDead:
+                raise
+            except Exception as error:
+                _LOG.exception("a step before the first request failed; requests of its kind may fail, too")
+                if not self.recover():
+                    raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
         # The first steps take longer than those of requests.
         self.profile.clear()
 

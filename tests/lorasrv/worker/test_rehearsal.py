@@ -7,6 +7,7 @@ torch has different kernels for these.
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
 from adapter_store.spec import AdapterKey, AdapterSpec
 from lorasrv.distributed.comm import MemoryComm
+from lorasrv.errors import DeviceLost
 from lorasrv.kv_policy import SelectPolicy
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from lorasrv.models.spec import ModelSpec
@@ -46,7 +48,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.exchange import Exchange
-from lorasrv.worker.executor import LaunchingExecutor
+from lorasrv.worker.executor import InProcessExecutor, LaunchingExecutor
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.rehearsal import KINDS, Rehearsal
 from lorasrv.worker.warm_up import read_base
@@ -241,6 +243,29 @@ def test_no_step_is_larger_than_the_server_allows(max_model_len: int, max_rows: 
         for scheduled in step.requests:
             assert scheduled.start + len(scheduled.token_ids) + scheduled.drafts.num_asked <= max_model_len
             assert scheduled.start + len(scheduled.token_ids) <= len(scheduled.page_table) * PAGE_SIZE
+
+
+@pytest.mark.parametrize("can_go_on", [True, False])
+def test_a_step_that_fails_ends_the_start_only_if_the_device_is_lost(
+    can_go_on: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel of a rare kind of request may not compile on some GPU."""
+    executor, computed = InProcessExecutor(_runner()), []
+
+    def run(step: SchedulerOutput) -> None:
+        computed.append(step)
+        if len(computed) == 2:
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(executor.runner, "run", run)
+    monkeypatch.setattr(executor.runner, "apply_page_ops", lambda ops: 0)
+    monkeypatch.setattr(executor.runner, "recover", lambda: can_go_on)
+    steps = executor.runner.rehearsal()
+    with nullcontext() if can_go_on else pytest.raises(DeviceLost, match="RuntimeError"):
+        executor.rehearse()
+    assert computed == list(steps if can_go_on else steps[:2])
+    assert "requests of its kind may fail" in caplog.text
+    assert "no such kernel" in caplog.text
 
 
 def test_loads_of_adapters_call_no_operator_that_the_warm_up_has_not_called() -> None:
