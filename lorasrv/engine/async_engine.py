@@ -192,7 +192,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def warmed(self) -> None:
-        """Wait until no request waits for what only the first ones after a start would wait for."""
+        """Wait until the device is prepared for every kind of request, or the engine has died."""
         await self._thread.bound()
 
     def disk_reads(self) -> DiskReadStats:

@@ -41,6 +41,7 @@ from lorasrv.scheduler_output import (
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.worker.executor import StepHandle
 from lorasrv.worker.model_runner import BeforePass, do_nothing
+from lorasrv.worker.rehearsal import WARM_UP_STEP
 from lorasrv.worker.snapshot_loader import SnapshotLoader
 
 _LOG = logging.getLogger(__name__)
@@ -111,14 +112,21 @@ class EngineCore:
         return self._executor.profile
 
     def bind_thread(self, before_pass: BeforePass = do_nothing) -> None:
-        """Prepare the calling thread, which will call `step`, and compute steps without any request: the first ones
-        after a start take longer.
+        """Prepare the calling thread, which will call `step`, and the device.
 
         Args:
             before_pass: called within `step` just before it computes without the GIL.
         """
         self._executor.bind_thread(before_pass)
         self._executor.rehearse()
+
+    def compute_first_step(self) -> None:
+        """Compute a step without any request.
+
+        The first one after a start takes a quarter of a second longer: the system commits memory for weights and pages
+        on first use, and kernels are recorded.
+        """
+        self._executor.collect(self._executor.submit(WARM_UP_STEP))
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made.

@@ -87,6 +87,7 @@ class EngineThread:
             compute_in_parallel()
             core.bind_thread(self._post)
             self._tell_bound()
+            core.compute_first_step()
             idle = True
             while self._drain_inbox(wait=idle):
                 # `step` calls `_post` for the outputs of the previous step.

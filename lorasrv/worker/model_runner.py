@@ -39,7 +39,7 @@ from lorasrv.worker.exchange import Exchange
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.medusa_runner import MedusaRunner
-from lorasrv.worker.rehearsal import WARM_UP_STEP, Rehearsal
+from lorasrv.worker.rehearsal import Rehearsal
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
 from sgmv_kernels.metadata.draft_trees import depths_of
@@ -174,9 +174,9 @@ class ModelRunner:
         self._late_kernels = count_late()
 
     def rehearsal(self) -> Sequence[SchedulerOutput]:
-        """Return the steps to compute before the first request."""
+        """Return the steps to compute before the first request; none on a CPU, which loads nothing in a step."""
         if self._memory.device.type == "cpu":
-            return (WARM_UP_STEP,)
+            return ()
         page_size, drafters = self._memory.page_size, tuple(self._models)
         return tuple(Rehearsal(self._spec, self._limits, page_size, drafters, self._exchange).steps())
 
