@@ -7,7 +7,6 @@ the tokens that the uploaded one adds, or the problems with it, as JSON.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import sys
@@ -57,14 +56,14 @@ class UploadedTokenizers:
             text = await asyncio.to_thread(read)
             known = await asyncio.to_thread(BaseTokens.of, base)
             head = _Question(len(known.text), sorted(known.all_special), known.is_exact)
-            said = await _asked(json.dumps(asdict(head)).encode() + b"\n", known.text, text)
+            said = await _asked(b"".join((json.dumps(asdict(head)).encode(), b"\n", known.text, text)))
         if (problems := said["problems"]) is not None:
             raise AdapterInvalid(tuple(Problem(**problem) for problem in problems))
         tokens: list[dict[str, Any]] = said["tokens"]
         return tokens
 
 
-async def _asked(*question: bytes) -> dict[str, Any]:
+async def _asked(question: bytes) -> dict[str, Any]:
     """Run a process with this input, and return what it says."""
     pipe = asyncio.subprocess.PIPE
     try:
@@ -74,26 +73,17 @@ async def _asked(*question: bytes) -> dict[str, Any]:
         )
     except OSError:
         raise _too_busy() from None
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
     try:
         async with asyncio.timeout(WALL_SECONDS):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                for part in question:
-                    process.stdin.write(part)
-                    await process.stdin.drain()
-            process.stdin.close()
-            answer, last_words = await process.stdout.read(), await process.stderr.read()
-            code = await process.wait()
+            answer, last_words = await process.communicate(question)
     except TimeoutError:
         raise _too_busy() from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if code:
-        _LOG.warning("reading a tokenizer: exit code %d; %s", code, last_words.decode(errors="replace"))
+    if process.returncode:
+        _LOG.warning("reading a tokenizer: exit code %d; %s", process.returncode, last_words.decode(errors="replace"))
         raise _too_busy()
     said: dict[str, Any] = json.loads(answer)
     return said
