@@ -168,10 +168,10 @@ def _compute(args):  # type: ignore[no-untyped-def]
         _open(team, args[NEW_ITEMS], args[NEW_COUNT], args[NEW_CLOCK])
     if num_ticks:
         # A thread must not run a launch twice: it has only one part of the launch's scratch memory.
-        _wait_for(team, load_shared(team + 8 * LEFT))
+        wait_for(team + 8 * RELEASED, load_shared(team + 8 * LEFT))
         _take_part(team, ticks() + num_ticks)
     if num_ticks == NEVER:
-        _wait_for(team, load_shared(team + 8 * BASE) + load_shared(team + 8 * COUNT))
+        wait_for(team + 8 * RELEASED, load_shared(team + 8 * BASE) + load_shared(team + 8 * COUNT))
 
 
 @kernel_part
@@ -212,14 +212,14 @@ def _take_part(team, until):  # type: ignore[no-untyped-def]
             # Add instead of storing: this thread may be delayed here while others have already ended later launches.
             add_shared(team + 8 * RELEASED, 1)
         elif not leaves:
-            _wait_for(team, base + item)
+            wait_for(team + 8 * RELEASED, base + item)
 
 
 @kernel_part
-def _wait_for(team, launch):  # type: ignore[no-untyped-def]
-    """Wait until the team has completed `launch` launches."""
+def wait_for(counter, count):  # type: ignore[no-untyped-def]
+    """Wait until other threads have counted this far."""
     spins = 0
-    while load_shared(team + 8 * RELEASED) < launch:
+    while load_shared(counter) < count:
         spins += 1
         if spins > SPINS:
             yield_processor()

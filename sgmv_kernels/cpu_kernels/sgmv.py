@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.program import SPINS, add_shared, load_shared, yield_processor
+from sgmv_kernels.cpu_kernels.program import add_shared, wait_for
 from sgmv_kernels.cpu_ops.sgmv import (
     ARE_CODES,
     BEGIN,
@@ -91,7 +91,8 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
         if number >= args[NUM_TASKS]:
             return
         task = args[TASKS] + number * (4 * TASK_INTS)
-        _wait_for(done, i32(task, WAITS))
+        # Other threads have taken the tasks before this one.
+        wait_for(done, i32(task, WAITS))
         record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(task, BLOCK) * (4 * RECORD_INTS)
         if i32(task, ARE_CODES):
             _run(args, INT8, task, record, scratch)
@@ -102,25 +103,10 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _wait_for(done, count):  # type: ignore[no-untyped-def]
-    """Wait until so many tasks are complete, which other threads have taken before."""
-    spins = 0
-    while load_shared(done) < count:
-        spins += 1
-        if spins > SPINS:
-            yield_processor()
-
-
-@kernel_part
 def _run(args, kind, task, record, scratch):  # type: ignore[no-untyped-def]
     """Run one task over weights of a kind."""
-    begin, end, phases, share, shares = (
-        i32(task, BEGIN),
-        i32(task, END),
-        i32(task, TASK_PHASES),
-        i32(task, SHARE),
-        i32(task, SHARES),
-    )
+    begin, end, phases = i32(task, BEGIN), i32(task, END), i32(task, TASK_PHASES)
+    share, shares = i32(task, SHARE), i32(task, SHARES)
     first, last = _rank_before(record, i32(task, FIRST_SLICE)), _rank_before(record, i32(task, LAST_SLICE))
     if first == last:
         return
@@ -275,11 +261,8 @@ def _expand_tiles(args, kind, record, begin, end, slice_, column, columns):  # t
 @kernel_part
 def _expand_rows(args, kind, record, begin, end, slice_, column, columns, scratch):  # type: ignore[no-untyped-def]
     """Add v B to columns of one slice of y, for the other rows, one by one: B is read front to back in one stream."""
-    permutation, row_bytes, first = (
-        args[PERMUTATION],
-        args[WIDTHS + slice_] * itemsize(kind),
-        _rank_before(record, slice_),
-    )
+    permutation, first = args[PERMUTATION], _rank_before(record, slice_)
+    row_bytes = args[WIDTHS + slice_] * itemsize(kind)
     rank, first_panel, skip = i32(record, 1 + slice_), _first_b(record, slice_), column * itemsize(kind)
     if rank == 0:
         return

@@ -107,7 +107,7 @@ def test_the_next_run_is_prepared_meanwhile(program) -> None:
     assert not program.got[1:].any()
 
 
-PARTS = "_open", "_take_part", "_wait_for", "_count_ticks", "_help", "_wake", "_sleep", "_compute"
+PARTS = "_open", "_take_part", "wait_for", "_count_ticks", "_help", "_wake", "_sleep", "_compute"
 CLOCK_AT, WORD = 100_000, 8
 
 
