@@ -69,8 +69,7 @@ def _step(requests: Iterable[ScheduledRequest], *page_ops: PageOp) -> SchedulerO
 
 
 WARM_UP_STEP = _step([_request(0, DRAW)])
-"""One token. On a CPU this is the whole rehearsal: the system commits memory for weights and pages on first use, and
-the kernels of a pass are recorded."""
+"""One token, for the first step of an engine thread on any device."""
 
 
 class Rehearsal:
