@@ -141,7 +141,8 @@ class AdapterSpec:
 
     `modules` and `saved` are sorted by (layer, module); `heads` are Medusa's. Among `rows` for the same token of a
     module, the last ones apply. `vocab_size` is the number of tokens that it was trained with, 0 for as many as the
-    base has; `added_tokens` are the tokens that its tokenizer adds.
+    base has; `added_tokens` are the tokens that its tokenizer adds. With `invocation_tokens` it is an aLoRA: it acts
+    only from the last place in the prompt that has these tokens.
     """
 
     key: AdapterKey
@@ -155,6 +156,7 @@ class AdapterSpec:
     rows: tuple[VocabRows, ...] = ()
     vocab_size: int = 0
     added_tokens: tuple[AddedToken, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def max_rank(self) -> int:

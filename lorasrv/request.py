@@ -517,6 +517,8 @@ class EngineCoreRequest(RequestOptions):
     has_draft_heads: bool = False
     # Number of the adapter's tokens; 0: as many as the base.
     vocab_size: int = 0
+    # First token that the adapter acts on; tokens before it are computed as the base's.
+    active_from: int = 0
     # How draft tokens are accepted, if the server has several ways.
     accept: str | None = None
     # Why the answer is not drafted although the request asks for drafts; None otherwise.

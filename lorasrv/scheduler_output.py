@@ -213,6 +213,8 @@ class ScheduledRequest:
     kv_policy: KvPolicy | None = None
     # Number of last tokens whose attention to each page is observed.
     num_observed: int = 0
+    # First token of the sequence that the adapter acts on.
+    active_from: int = 0
     # (content, weight) of each term, if the adapter is a sum whose terms are separate in the pool.
     summed: tuple[tuple[AdapterKey, float], ...] = ()
     # Number of draft tokens and probes.
@@ -257,6 +259,7 @@ class ScheduledRequest:
             vocab_size=message.vocab_size,
             kv_policy=policy,
             num_observed=observed or 0,
+            active_from=message.active_from,
             summed=request.summed,
         )
 
@@ -264,6 +267,11 @@ class ScheduledRequest:
     def terms(self) -> tuple[tuple[AdapterKey, float], ...]:
         """Return the content and weight of each adapter that is added to the base for the tokens."""
         return self.summed or (() if self.adapter_key is None else ((self.adapter_key, 1.0),))
+
+    @property
+    def num_plain_rows(self) -> int:
+        """Return the number of first tokens that the adapter does not act on."""
+        return min(max(0, self.active_from - self.start), len(self.token_ids))
 
     @property
     def is_pending(self) -> bool:

@@ -124,6 +124,9 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "exclude_modules": _honoured("with target_modules: names, or an expression"),
     "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
     "layers_pattern": _honoured("with layers_to_transform: what stands before a layer's number"),
+    "alora_invocation_tokens": _honoured(
+        "aLoRA: the adapter acts from the last place in the prompt that has these tokens"
+    ),
     "base_model_name_or_path": _harmless(
         "a name or quantization other than the served base's is a warning; shapes decide"
     ),
@@ -141,7 +144,6 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "loftq_config": _harmless("read with init_lora_weights only"),
     "qalora_group_size": _harmless("read with use_qalora only"),
     "use_qalora": _refused("QALoRA pools the input of lora_A", f"{RETRAIN} (use_qalora=false)"),
-    "alora_invocation_tokens": _refused("aLoRA acts only after its invocation tokens", RETRAIN),
     "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
     "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
     "fan_in_fan_out": _refused(
@@ -163,6 +165,7 @@ _EXTRA_FIELDS = {
     "trainable_token_indices": None,
     "ensure_weight_tying": False,
     "added_tokens": None,
+    "alora_invocation_tokens": None,
 }
 """Fields that name tensors beside A and B, or describe them, with the value that names none."""
 BIASES = ("none", "lora_only", "all")
@@ -176,7 +179,7 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. If several patterns match, the first applies.
 
     `token_indices` has the tokens of each module that `trainable_token_indices` names; "" means the embedding, whatever
-    its name.
+    its name. `invocation_tokens` are those of an aLoRA.
     """
 
     r: int
@@ -193,6 +196,7 @@ class AdapterConfig:
     token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
     added_tokens: tuple[AddedToken, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
 
     def rank(self, module_name: str) -> int:
         """Return the rank of a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
@@ -273,6 +277,7 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         token_indices=tuple(_token_indices(config.get("trainable_token_indices"), problems)),
         ensure_weight_tying=_flag(config, "ensure_weight_tying", problems),
         added_tokens=tuple(read_added_tokens(config, problems)),
+        invocation_tokens=_invocation_tokens(config.get("alora_invocation_tokens"), problems),
     )
     return adapter_config if len(problems) == before else None
 
@@ -318,7 +323,7 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
 
 def _check_together(config: Config, problems: ProblemList) -> None:
     """Refuse fields that exclude each other in PEFT's LoraConfig, which does not load such a file."""
-    dora, bias = config.get("use_dora"), config.get("lora_bias")
+    dora, bias, init = config.get("use_dora"), config.get("lora_bias"), config.get("init_lora_weights")
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     is_text = isinstance(config.get("target_modules"), str)
     names = "with target_modules as one text, in PEFT neither; list the modules' names"
@@ -330,6 +335,9 @@ def _check_together(config: Config, problems: ProblemList) -> None:
         "use_dora": dora
         and config.get("megatron_config")
         and "= true does not go with megatron_config, in PEFT neither; remove that, it describes the training",
+        "alora_invocation_tokens": config.get("alora_invocation_tokens")
+        and (dora or (isinstance(init, str) and init.lower() == "mica"))
+        and f"does not go with {'use_dora' if dora else 'init_lora_weights=mica'}, in PEFT neither",
         "layers_to_transform": is_text and layers is not None and f"does not go {names}",
         "layers_pattern": (is_text and pattern is not None and f"does not go {names}")
         or (pattern and layers is None and "needs layers_to_transform, in PEFT too; remove it"),
@@ -423,6 +431,17 @@ def _token_indices(value: object, problems: ProblemList) -> Iterator[tuple[str, 
             problems.add(f"invalid_{field}", where, f"names token {twice} twice, and one of its rows would be lost")
         elif ids:
             yield module, tuple(ids)
+
+
+def _invocation_tokens(value: object, problems: ProblemList) -> tuple[int, ...]:
+    if not isinstance(value, list | None) or not all(type(token) is int and token >= 0 for token in value or []):
+        problems.add(
+            "invalid_alora_invocation_tokens",
+            "alora_invocation_tokens",
+            f"= {show(value)}; it must be a list of token ids",
+        )
+        return ()
+    return tuple(value or ())
 
 
 MAX_TOKEN_CHARS = 128

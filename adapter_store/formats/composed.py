@@ -70,6 +70,8 @@ def _why_not_composable(spec: AdapterSpec) -> str:
         return (
             "it has biases or norms of its own (bias, modules_to_save), and PEFT activates one such adapter at a time"
         )
+    if spec.invocation_tokens:
+        return "it acts only after its invocation tokens (alora_invocation_tokens), and the others act everywhere"
     if spec.added_tokens:
         return "it has tokens of its own (its tokenizer.json), and a sum is written with the base's"
     if spec.rows:

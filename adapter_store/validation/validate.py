@@ -94,6 +94,7 @@ class MatchedTensors:
     rows: tuple[VocabRows, ...] = ()
     vocab_size: int = 0
     added_tokens: tuple[AddedToken, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
 
 
 def validate_adapter(
@@ -265,6 +266,9 @@ def match_modules(
     saved = match_saved(groups, header, base, adapter_config, problems)
     vocabulary = match_rows(groups, header, base, adapter_config, problems)
     rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
+    invocation = () if adapter_config is None else adapter_config.invocation_tokens
+    if invocation:
+        _check_activated(invocation, tuple(modules), bool(saved or rows or added), base, problems)
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
     notices |= dict.fromkeys([*notices_of(tuple(modules), saved, base), *row_notices(rows)])
     if adapter_config is not None and (unmatched := adapter_config.selection.unmatched):
@@ -277,12 +281,39 @@ def match_modules(
         notices[
             f"has {vocabulary.size} tokens, and the base {base.vocab_size}: requests with the others are refused"
         ] = None
+    if invocation:
+        notices[f"acts only after its invocation tokens {show(list(invocation))}, which every prompt must have"] = None
     if heads:
         notices[f"holds {len(heads)} Medusa heads, which draft its answers"] = None
     of_lora = tuple(place for place in places.values() if place.part in (A, B))
     if not of_lora:
         problems.add("no_modules", FILE, "holds LoRA of no linear module of this base; without any, nothing is served")
-    return MatchedTensors(tuple(modules), saved, groups, of_lora, tuple(notices), heads, rows, vocabulary.size, added)
+    return MatchedTensors(
+        tuple(modules), saved, groups, of_lora, tuple(notices), heads, rows, vocabulary.size, added, invocation
+    )
+
+
+def _check_activated(
+    tokens: tuple[int, ...],
+    modules: tuple[LoraModule, ...],
+    has_more: bool,
+    base: BaseShapes,
+    problems: ProblemList,
+) -> None:
+    """Refuse parts of an aLoRA that act before its invocation tokens, too, and tokens that the base does not have."""
+    field = "alora_invocation_tokens"
+    if base.vocab_size and max(tokens) >= base.vocab_size:
+        problems.add(f"invalid_{field}", field, f"has token {max(tokens)}; this base has {base.vocab_size} tokens")
+    if any(module.module == base.embedding for module in modules):
+        why = "does not go with LoRA on the embedding, in PEFT neither"
+        problems.add(f"unsupported_{field}", field, f"{why}; leave it out of target_modules and train again")
+    if has_more:
+        problems.add(
+            f"unsupported_{field}",
+            field,
+            "does not go with biases, norms, rows of the vocabulary or tokens of the adapter's own: PEFT applies these "
+            "before the invocation tokens, too. Train linears only, or save it with save_embedding_layers=False",
+        )
 
 
 def is_adapted(parts: Parts) -> bool:
@@ -370,7 +401,9 @@ def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest
     """Return the spec of validated tensors, with its key."""
     dtypes = {header.tensors[name].dtype for m in matched.modules for name in (m.a_name, m.b_name)}
     return AdapterSpec(
-        key=adapter_key(matched.modules, weights_digest, stored, matched.rows, matched.added_tokens),
+        key=adapter_key(
+            matched.modules, weights_digest, stored, matched.rows, matched.added_tokens, matched.invocation_tokens
+        ),
         weights_digest=weights_digest,
         modules=matched.modules,
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
@@ -381,6 +414,7 @@ def make_spec(matched: MatchedTensors, header: SafetensorsHeader, weights_digest
         rows=matched.rows,
         vocab_size=matched.vocab_size,
         added_tokens=matched.added_tokens,
+        invocation_tokens=matched.invocation_tokens,
     )
 
 
@@ -390,9 +424,10 @@ def adapter_key(
     stored: Form,
     rows: tuple[VocabRows, ...] = (),
     added_tokens: tuple[AddedToken, ...] = (),
+    invocation_tokens: tuple[int, ...] = (),
 ) -> AdapterKey:
     """Return the SHA-256 over the resolved config, the weights' digest, the form unless it is "bf16", and the
-    vocabulary rows and added tokens, if any.
+    vocabulary rows, added tokens and invocation tokens, if any.
 
     Configs of equal meaning have one key: r, lora_alpha, use_rslora and both patterns act only through each module's
     rank and scaling, modules_to_save and trainable_token_indices only through the rows, and every other field has no
@@ -402,5 +437,6 @@ def adapter_key(
     form = {} if stored == BF16 else {"stored": stored}
     own = {"rows": [[r.module, r.name, r.token_ids, r.frozen] for r in rows]} if rows else {}
     tokens = {"added_tokens": [astuple(token) for token in added_tokens]} if added_tokens else {}
-    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest, **form, **own, **tokens}
+    start = {"alora_invocation_tokens": invocation_tokens} if invocation_tokens else {}
+    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest, **form, **own, **tokens, **start}
     return AdapterKey(hashlib.sha256(canonical_json(content).encode()).hexdigest())

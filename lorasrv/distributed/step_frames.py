@@ -57,6 +57,7 @@ def encode_step(step: SchedulerOutput, number_of: Callable[[AdapterLayout], int]
             ),
             *(scheduled.prompt_rows.start, scheduled.prompt_rows.stop),
             *(len(scheduled.drafts.token_ids), len(scheduled.drafts.parents), len(scheduled.drafts.probes.token_ids)),
+            scheduled.active_from,
         )
         for scheduled in requests
     ]
@@ -109,7 +110,7 @@ def _share(
     parents: Sequence[int],
     terms: tuple[tuple[AdapterKey, float], ...],
 ) -> ScheduledRequest:
-    _, _, start, _, samples, asked, asked_end, num_drafts, num_parents, num_probes = facts
+    _, _, start, _, samples, asked, asked_end, num_drafts, num_parents, num_probes, active_from = facts
     drafts, known = NO_DRAFTS, len(tokens) - num_drafts - num_probes
     if num_drafts or num_probes:
         probes = ProbeTree(tuple(tokens[known + num_drafts :]), tuple(parents[num_parents:]))
@@ -127,6 +128,7 @@ def _share(
         num_generated=0,
         prompt_rows=range(asked, asked_end),
         drafts=drafts,
+        active_from=active_from,
         summed=terms,
     )
 

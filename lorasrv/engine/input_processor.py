@@ -6,6 +6,7 @@ serving, except the tier in which an adapter was found, which may be slightly ou
 """
 
 import secrets
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, Protocol
@@ -54,6 +55,8 @@ class AdapterFacts(Protocol):
     def num_draft_heads(self, key: AdapterKey, /) -> int: ...
 
     def vocab_size(self, key: AdapterKey, /) -> int: ...
+
+    def invocation_tokens(self, key: AdapterKey, /) -> tuple[int, ...]: ...
 
 
 class InputProcessor:
@@ -140,6 +143,9 @@ class InputProcessor:
             options = replace(options, kv_policy=self._placed(options.kv_policy, sampling, options.beams))
         max_tokens = self._max_tokens(len(token_ids), sampling.max_tokens, options, stored.terms)
         _check_resumed(options.resumed_token_ids, max_tokens, words.vocab_size)
+        if stored.invocation_tokens:
+            # The persona's beginning is the base's then, and is cached like any other prompt.
+            options = replace(options, prefix=None)
         request = self._message(request_id, token_ids, sampling, max_tokens, options, stored, words)
         self._poison.check(request)
         return request
@@ -194,7 +200,8 @@ class InputProcessor:
         hold = source.hold(adapter)
         terms = tuple(AdapterTerm(key, weight, self.layout(key)) for key, weight in source.terms(adapter))
         self._fit.check_adapter([term.layout for term in terms])
-        return _StoredAdapter(hold, terms, source.vocab_size(adapter), source.num_draft_heads(adapter))
+        facts = source.vocab_size(adapter), source.num_draft_heads(adapter), source.invocation_tokens(adapter)
+        return _StoredAdapter(hold, terms, *facts)
 
     def _words(self, adapter: AdapterKey | None, size: int) -> "_Words":
         """Return a request's vocabulary of `size` tokens; 0: as many as the base has. May build a tokenizer."""
@@ -259,6 +266,7 @@ class InputProcessor:
             num_draft_heads=num_heads,
             has_draft_heads=stored.num_draft_heads > 0,
             vocab_size=0 if words.vocab_size == self._vocab_size else words.vocab_size,
+            active_from=_active_from(token_ids, stored.invocation_tokens, words.tokenizer),
             accept=self._drafts.accept(sampling, options.constraint),
             not_drafted=self._drafts.why_not_drafted(
                 speculation, num_heads, options.beams, options.kv_policy, has_own_tokens=has_own_tokens
@@ -341,9 +349,11 @@ class _StoredAdapter(NamedTuple):
     # Number of its tokens; 0 if as many as the base.
     vocab_size: int
     num_draft_heads: int
+    # Tokens after which it acts, if it is an aLoRA.
+    invocation_tokens: tuple[int, ...]
 
 
-_BASE = _StoredAdapter(None, (), 0, 0)
+_BASE = _StoredAdapter(None, (), 0, 0, ())
 
 
 class _Words(NamedTuple):
@@ -353,6 +363,30 @@ class _Words(NamedTuple):
     vocab_size: int
     # Whether it is an adapter's vocabulary, not the base's.
     is_own: bool
+
+
+def _active_from(prompt: tuple[int, ...], invocation: tuple[int, ...], tokenizer: Tokenizer | None) -> int:
+    """Return where the last invocation tokens begin in a prompt, as PEFT's `calculate_alora_offsets` finds them; 0 for
+    an adapter without such tokens.
+
+    Raises:
+        InvalidRequest: the prompt does not have them, so PEFT would answer with the base.
+    """
+    if not invocation:
+        return 0
+    places, wanted = array("i", prompt), array("i", invocation)
+    text, part, size = places.tobytes(), wanted.tobytes(), places.itemsize
+    at = text.rfind(part)
+    while at > 0 and at % size:
+        at = text.rfind(part, 0, at + len(part) - 1)
+    if at >= 0:
+        return at // size
+    shown = f" ({tokenizer.decode(invocation, skip_special_tokens=False)!r})" if tokenizer is not None else ""
+    raise InvalidRequest(
+        f"the prompt does not have the adapter's invocation tokens {list(invocation)}{shown}; without them it has no "
+        "effect. End the prompt with them",
+        param="prompt",
+    )
 
 
 def _check_on_cold(on_cold: OnCold, words: _Words) -> None:

@@ -74,6 +74,7 @@ class KVCacheManager:
         holes: Collection[int] = (),
         prefix: FixedPrefix | None = None,
         home: AdapterKey | None = None,
+        active_from: int = 0,
     ) -> None:
         """Create an empty table for a request.
 
@@ -82,9 +83,10 @@ class KVCacheManager:
             home: adapter in the pool whose eviction makes the pages useless.
             holes: places that need no page.
             prefix: beginning of the prompt that is cached under another salt.
+            active_from: first token that the adapter acts on.
         """
         assert request_id not in self._tables, f"request {request_id} has a table"
-        chain = PageChain.of(self.page_size, adapter, salt, policy, prefix)
+        chain = PageChain.of(self.page_size, adapter, salt, policy, prefix, active_from)
         self._tables[request_id] = _Table(home, policy, chain, set(holes))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
@@ -218,7 +220,8 @@ class KVCacheManager:
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
             if page != HOLE and page not in self._prefixes:
-                self._prefixes.insert(table.chain.hash(token_ids, number), page, table.home)
+                home = None if number < table.chain.num_plain else table.home
+                self._prefixes.insert(table.chain.hash(token_ids, number), page, home)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> PageTable:

@@ -132,7 +132,7 @@ class PeerPages:
         message = request.message
         if self.facts is None or message.peer is None or message.fork_of is not None:
             return
-        if message.kv_policy is not None or request.fell_back:
+        if message.kv_policy is not None or request.fell_back or message.active_from:
             return
         digests = self._missing(request)
         if len(digests) < MIN_PAGES:

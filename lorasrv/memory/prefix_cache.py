@@ -31,10 +31,12 @@ Scored = dict[int, tuple[float, int]]
 """page -> (score, order of its release)."""
 
 
-def root_hash(adapter: AdapterKey | None, salt: str) -> bytes:
-    """Return the parent hash of the first page, for an adapter (None: the base model) and a salt. Both are
-    length-prefixed in the hash input."""
-    parts = (b"" if adapter is None else adapter.encode(), salt.encode("utf-8", "surrogatepass"))
+def root_hash(adapter: AdapterKey | None, salt: str, active_from: int = 0) -> bytes:
+    """Return what the hash of every page depends on besides tokens: the adapter (None: the base model), the salt and
+    the first token that the adapter acts on. Parts are length-prefixed in the hash input."""
+    parts = [b"" if adapter is None else adapter.encode(), salt.encode("utf-8", "surrogatepass")]
+    if active_from:
+        parts.append(active_from.to_bytes(8, "little"))
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
@@ -57,12 +59,11 @@ class PageChain:
     """Hash the full pages of one sequence on demand, each once."""
 
     page_size: int
-    # Parent of the first page's hash.
-    root: bytes
-    # Number of leading pages whose hashes depend on `root` only; the hashes of later pages also depend on `own_root`.
-    num_fixed: int = 0
-    own_root: bytes = b""
+    # The hash of a page depends on the root with its number, if there is one, and on those of all pages before it.
+    roots: Mapping[int, bytes]
     policy: KvPolicy | None = None
+    # Number of leading pages without a token that the adapter acts on; they are the base's.
+    num_plain: int = 0
     _hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -73,23 +74,28 @@ class PageChain:
         salt: str,
         policy: KvPolicy | None = None,
         prefix: FixedPrefix | None = None,
+        active_from: int = 0,
     ) -> "PageChain":
         """Return the chain of a request's pages.
 
         Args:
-            prefix: beginning of the prompt that is cached under another salt.
+            prefix: beginning of the prompt that is cached under another salt; None if there is `active_from`.
+            active_from: first token that the adapter acts on.
         """
-        own_root = root_hash(adapter, salt)
-        if prefix is None or prefix.num_tokens < page_size:
-            return cls(page_size, own_root, policy=policy)
-        return cls(page_size, root_hash(adapter, prefix.salt), prefix.num_tokens // page_size, own_root, policy)
+        if adapter is not None and active_from:
+            assert prefix is None, "the beginning of a prompt before an aLoRA acts is the base's"
+            num_plain = active_from // page_size
+            roots = {0: root_hash(None, salt), num_plain: root_hash(adapter, salt, active_from)}
+            return cls(page_size, roots, policy, num_plain)
+        roots = {0: root_hash(adapter, salt)}
+        if prefix is not None and prefix.num_tokens >= page_size:
+            roots = {0: root_hash(adapter, prefix.salt), prefix.num_tokens // page_size: roots[0]}
+        return cls(page_size, roots, policy)
 
     def hash(self, token_ids: Sequence[int], number: int) -> bytes:
         """Return the key of a page; `token_ids` must reach at least to the end of the page."""
         while (count := len(self._hashes)) <= number:
-            parent = self._hashes[-1] if self._hashes else self.root
-            if self.num_fixed == count:
-                parent += self.own_root
+            parent = (self._hashes[-1] if self._hashes else b"") + self.roots.get(count, b"")
             salt = b"" if self.policy is None else self.policy.salt(count)
             first = count * self.page_size
             self._hashes.append(page_hash(parent + salt, token_ids[first : first + self.page_size]))

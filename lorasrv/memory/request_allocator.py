@@ -209,8 +209,9 @@ class RequestAllocator:
 
     def _open(self, request: Request, policy: KvPolicy | None = None, holes: Collection[int] = ()) -> None:
         """Create a request's empty table."""
-        salt, prefix = request.message.cache_salt, _prefix(request)
-        self._kv.open(request.request_id, request.adapter_key, salt, policy, holes, prefix, request.home_key)
+        salt, prefix, active_from = request.message.cache_salt, _prefix(request), request.message.active_from
+        home = request.home_key
+        self._kv.open(request.request_id, request.adapter_key, salt, policy, holes, prefix, home, active_from)
 
     def _can_grow(
         self,

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from cachetools import LRUCache
@@ -23,6 +24,18 @@ NUM_KINDS = 64
 """Most distinct layouts kept. Thousands of adapters have the same ranks and share one layout of tens of KB."""
 
 
+class _Facts(NamedTuple):
+    """Hold what requests need to know of an adapter beside its layout; see the methods of `HostAdapterStore`."""
+
+    num_draft_heads: int
+    vocab_size: int
+    invocation_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: AdapterSpec) -> "_Facts":
+        return cls(len(spec.heads), spec.vocab_size, spec.invocation_tokens)
+
+
 class HostAdapterStore:
     """Read adapters. Loader threads, the engine's thread and workers of the event loop may call it concurrently."""
 
@@ -34,8 +47,7 @@ class HostAdapterStore:
         self._base = base
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
-        # (number of Medusa heads, number of tokens as in `vocab_size`).
-        self._sizes: LRUCache[AdapterKey, tuple[int, int]] = LRUCache(NUM_CACHED_LAYOUTS)
+        self._facts: LRUCache[AdapterKey, _Facts] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
 
@@ -73,7 +85,7 @@ class HostAdapterStore:
         composition = self._store.compositions.find(key)
         if composition is None or composition.is_stored:
             return ((key, 1.0),)
-        self._sizes_of(key)
+        self._facts_of(key)
         return composition.terms
 
     def layout(self, key: AdapterKey) -> AdapterLayout:
@@ -93,7 +105,7 @@ class HostAdapterStore:
             spec = self._store.spec(key)
             known = self._layout_of(spec, weights or self._store.load(key) if spec.rows else None)
             with self._lock:
-                self._sizes[key] = len(spec.heads), spec.vocab_size
+                self._facts[key] = _Facts.of(spec)
                 known = self._layouts[key] = self._kinds.setdefault(known, known)
         return known
 
@@ -102,24 +114,27 @@ class HostAdapterStore:
         composition = self._store.compositions.find(key)
         terms = ((key, 1.0),) if composition is None else composition.terms
         with self._lock:
-            return key in self._sizes and all(term in self._layouts for term, _ in terms)
+            return key in self._facts and all(term in self._layouts for term, _ in terms)
 
     def num_draft_heads(self, key: AdapterKey) -> int:
         """Return how many Medusa heads an adapter has. May read the disk, like `layout`."""
-        return self._sizes_of(key)[0]
+        return self._facts_of(key).num_draft_heads
 
     def vocab_size(self, key: AdapterKey) -> int:
         """Return how many tokens an adapter has; 0 if as many as the base. May read the disk, like `layout`."""
-        return self._sizes_of(key)[1]
+        return self._facts_of(key).vocab_size
 
-    def _sizes_of(self, key: AdapterKey) -> tuple[int, int]:
+    def invocation_tokens(self, key: AdapterKey) -> tuple[int, ...]:
+        """Return the tokens after which an aLoRA acts; () for other adapters. May read the disk, like `layout`."""
+        return self._facts_of(key).invocation_tokens
+
+    def _facts_of(self, key: AdapterKey) -> "_Facts":
         with self._lock:
-            known = self._sizes.get(key)
+            known = self._facts.get(key)
         if known is None:
-            spec = self._store.spec(key)
-            known = len(spec.heads), spec.vocab_size
+            known = _Facts.of(self._store.spec(key))
             with self._lock:
-                self._sizes[key] = known
+                self._facts[key] = known
         return known
 
     def draft_heads(self, key: AdapterKey) -> HeadArrays:

@@ -63,8 +63,7 @@ class StepRows:
     def of(cls, step: SchedulerOutput) -> "StepRows":
         """Build the rows of a step. Sequences are ordered by adapter, so that a segment is a range of rows."""
         requests = sorted(step.requests, key=lambda s: s.adapter_key or "")
-        terms = [s.terms for s in requests]
-        entries = sorted({term for own in terms for term in own})
+        entries = sorted({term for s in requests for term in s.terms})
         lens = np.array([len(s.token_ids) for s in requests])
         starts = np.array([s.start for s in requests])
         firsts = lens.cumsum() - lens
@@ -94,7 +93,7 @@ class StepRows:
             weights=[weight for _, weight in entries],
             token_ids=np.array([t for s in requests for t in s.token_ids]),
             positions=positions,
-            row_terms=_owners(terms, entries).repeat(lens, axis=1),
+            row_terms=_row_terms(requests, entries, firsts, lens),
             query_lens=query_lens,
             kv_lens=kv_lens,
             page_tables=_page_tables(pages),
@@ -127,14 +126,23 @@ class StepRows:
         )
 
 
-def _owners(terms: Sequence[Sequence[tuple[AdapterKey, float]]], entries: Sequence[tuple[AdapterKey, float]]) -> Int32:
-    """Return `row_terms` with one row for each request."""
-    index = {entry: i for i, entry in enumerate(entries)}
+def _row_terms(
+    requests: Sequence[ScheduledRequest],
+    entries: Sequence[tuple[AdapterKey, float]],
+    firsts: npt.NDArray[np.int64],
+    lens: npt.NDArray[np.int64],
+) -> Int32:
+    """Return `row_terms`; `firsts` and `lens` have the first row and the number of rows of each request."""
+    index, terms = {entry: i for i, entry in enumerate(entries)}, [s.terms for s in requests]
     owners = np.full((max(map(len, terms), default=0) or 1, len(terms)), BASE, dtype=np.int32)
     for request, own in enumerate(terms):
         for turn, term in enumerate(own):
             owners[turn, request] = index[term]
-    return owners
+    of_rows: Int32 = owners.repeat(lens, axis=1)
+    for scheduled, first in zip(requests, firsts.tolist(), strict=True):
+        if scheduled.active_from:
+            of_rows[:, first : first + scheduled.num_plain_rows] = BASE
+    return of_rows
 
 
 def _tree_positions(scheduled: ScheduledRequest) -> list[int]:

@@ -62,6 +62,9 @@ class Adapters:
     def vocab_size(self, _: AdapterKey, /) -> int:
         return 0
 
+    def invocation_tokens(self, _: AdapterKey, /) -> tuple[int, ...]:
+        return ()
+
     def is_on_host(self, key: AdapterKey) -> bool:
         return self.is_hosted
 

@@ -161,7 +161,7 @@ def _forget_the_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prefixes_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_cache, "root_hash", lambda adapter, salt: b"root")
+    patch.setattr(prefix_cache, "root_hash", lambda adapter, salt, active_from=0: b"root")
 
 
 def _prefixes_by_place(patch: pytest.MonkeyPatch) -> None:

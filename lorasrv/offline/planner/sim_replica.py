@@ -138,6 +138,9 @@ class SimReplica:
     def vocab_size(self, _: AdapterKey, /) -> int:
         return 0
 
+    def invocation_tokens(self, _: AdapterKey, /) -> tuple[int, ...]:
+        return ()
+
     # For the driver.
 
     @property

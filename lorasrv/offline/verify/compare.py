@@ -184,7 +184,7 @@ def verify(job: VerifyJob, progress: Progress) -> Verified:
     adapted, plain, effect = LogitComparison(), LogitComparison(), EffectComparison()
     for i, answer in enumerate(answers):
         progress("computing with PEFT", i / len(answers))
-        theirs, base = oracle.logits(answer.tokens, len(answer.adapted))
+        theirs, base = oracle.logits(answer.tokens, len(answer.adapted), answer.active_from)
         adapted.add(answer.adapted, theirs)
         plain.add(answer.plain, base)
         effect.add(theirs, base)

@@ -47,7 +47,7 @@ class PeftReference:
     def __init__(
         self, job: VerifyJob, checkpoint: Checkpoint, weights: ModelWeights, adapter: AdapterWeights, progress: Progress
     ) -> None:
-        self._layers = checkpoint.spec.names.layers
+        self._layers, self._is_activated = checkpoint.spec.names.layers, bool(adapter.spec.invocation_tokens)
         base = _base(job, checkpoint.spec)
         _fill(base, checkpoint, weights, progress)
         with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
@@ -61,10 +61,14 @@ class PeftReference:
         self._model.eval()
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], positions: int) -> tuple[Tensor, Tensor]:
-        """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without."""
-        ids = torch.tensor([list(tokens)])
-        return self._both(lambda: self._model(ids, use_cache=False).logits[0, -positions:])
+    def logits(self, tokens: Sequence[int], positions: int, active_from: int) -> tuple[Tensor, Tensor]:
+        """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without.
+
+        Args:
+            active_from: the first token that the adapter acts on.
+        """
+        ids, active = torch.tensor([list(tokens)]), self._active(1, len(tokens) - active_from)
+        return self._both(lambda: self._model(ids, use_cache=False, **active).logits[0, -positions:])
 
     @torch.inference_mode()
     def end(self, module: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +77,12 @@ class PeftReference:
         """
         end = self._model.get_base_model().get_submodule(module)
         scale = next((part.scalar_embed_scale for part in end.modules() if hasattr(part, "scalar_embed_scale")), 1.0)
-        return self._both(lambda: end(x) / scale)
+        active = self._active(len(x), 1) if NAME in getattr(end, "lora_variant", ()) else {}
+        return self._both(lambda: end(x, **active) / scale)
+
+    def _active(self, sequences: int, tokens: int) -> dict[str, list[int]]:
+        """Return PEFT's argument for an aLoRA that acts on the last tokens of each sequence; {} for other adapters."""
+        return {"alora_offsets": [tokens] * sequences} if self._is_activated else {}
 
     def _both(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Compute with the adapter and without."""
@@ -94,7 +103,8 @@ class PeftReference:
         lora = self._model.get_base_model().get_submodule(f"{self._layers}{layer}.{module}")
         base = getattr(lora, "base_layer", lora)
         bias = next((own for parameter, own, _ in self._replaced if parameter is base.bias), None)
-        is_plain = bias is None and NAME in getattr(lora, "lora_A", {}) and NAME not in lora.lora_variant
+        has_variant = NAME in getattr(lora, "lora_variant", {}) and not self._is_activated
+        is_plain = bias is None and NAME in getattr(lora, "lora_A", {}) and not has_variant
         if is_plain:
             added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
             return added, 0.0

@@ -38,8 +38,10 @@ WITH, WITHOUT = RequestId("with"), RequestId("without")
 class PromptLogits:
     """Hold the logits of a prompt and its greedy continuation with the adapter."""
 
-    # The prompt and the tokens that follow it.
+    # The prompt, the invocation tokens of an aLoRA, and the tokens that follow them.
     tokens: tuple[int, ...]
+    # First token that the adapter acts on.
+    active_from: int
     # [positions, V] fp32 of the last `positions` tokens, with the adapter and without, over the same tokens.
     adapted: Tensor
     plain: Tensor
@@ -77,7 +79,8 @@ class ServedModel:
         self._dtype = dtype
         # Tokens for which the adapter has its own rows, in the head and in the embedding.
         self.own_tokens = own_tokens(self.weights, self.adapter, dtype)
-        longest = max(len(prompt) for prompt in job.prompts) + job.new_tokens
+        self._invocation = self.adapter.spec.invocation_tokens
+        longest = max(len(prompt) for prompt in job.prompts) + len(self._invocation) + job.new_tokens
         self._pages = -(-longest // PAGE_TOKENS)
         self._memory, self._placed = self._pool(kv_format)
         limits = DecoderLimits(longest, 2 * longest, 2, dtype)
@@ -89,18 +92,19 @@ class ServedModel:
 
     def logits(self, prompt: Sequence[int], new_tokens: int) -> PromptLogits:
         """Compute the prompt in two chunks and `new_tokens` tokens after it, with the adapter and without in the
-        same steps.
+        same steps. The prompt of an aLoRA gets its invocation tokens.
         """
-        tokens = list(prompt)
+        tokens, active_from = [*prompt, *self._invocation], len(prompt) if self._invocation else 0
         cut = len(tokens) // 2
         if cut:
-            self._step(tokens[:cut], 0, samples=False)
-        adapted, plain = self._step(tokens[cut:], cut)
+            self._step(tokens[:cut], 0, active_from, samples=False)
+        adapted, plain = self._step(tokens[cut:], cut, active_from)
         rows = [(adapted, plain)]
         for _ in range(new_tokens):
             tokens.append(int(rows[-1][0].argmax()))
-            rows.append(self._step(tokens[-1:], len(tokens) - 1))
-        return PromptLogits(tuple(tokens), torch.stack([a for a, _ in rows]), torch.stack([p for _, p in rows]))
+            rows.append(self._step(tokens[-1:], len(tokens) - 1, active_from))
+        both = torch.stack([a for a, _ in rows]), torch.stack([p for _, p in rows])
+        return PromptLogits(tuple(tokens), active_from, *both)
 
     @torch.inference_mode()
     def delta(self, layer: int, site: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,21 +143,24 @@ class ServedModel:
         )
         return adapted / scale, plain / scale
 
-    def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, tokens: Sequence[int], start: int, active_from: int, *, samples: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return the [V] logits of the last token, with the adapter and without."""
-        batch = self._batch(tokens, start, samples)
+        batch = self._batch(tokens, start, active_from, samples)
         logits = self._decoder.forward(batch)
         if not samples:
             return logits, logits
         by_id = {s.request_id: row.clone() for s, row in zip(batch.sampled, logits, strict=True)}
         return by_id[WITH], by_id[WITHOUT]
 
-    def _batch(self, tokens: Sequence[int], start: int, samples: bool) -> ForwardBatch:
+    def _batch(self, tokens: Sequence[int], start: int, active_from: int, samples: bool) -> ForwardBatch:
         """Lay out a step of both sequences."""
 
         def scheduled(request_id: RequestId, first_page: int, key: AdapterKey | None) -> ScheduledRequest:
             pages = tuple(range(first_page, first_page + self._pages))
-            return ScheduledRequest(request_id, tuple(tokens), start, pages, key, samples, SamplingParams(), 0)
+            known = request_id, tuple(tokens), start, pages, key, samples, SamplingParams(), 0
+            return ScheduledRequest(*known, active_from=active_from)
 
         return self._laid_out(scheduled(WITH, 0, self._key), scheduled(WITHOUT, self._pages, None))
 

@@ -71,7 +71,6 @@ def test_scaling_of_rslora_and_patterns() -> None:
 
 REFUSED_VALUES: dict[str, Any] = {
     "use_qalora": True,
-    "alora_invocation_tokens": [1, 2],
     "target_parameters": ["experts.w"],
     "layer_replication": [[0, 2]],
     "fan_in_fan_out": True,
@@ -357,7 +356,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "unsupported_init"),
     "olora": ({"init_lora_weights": "olora"}, "unsupported_init"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "unsupported_trainable_token_indices"),
-    "alora": ({"alora_invocation_tokens": [1, 2]}, "unsupported_alora_invocation_tokens"),
     "layer_replication": ({"layer_replication": [[0, 2], [0, 2]]}, "unsupported_layer_replication"),
     "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, "unsupported_embedding"),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, "unsupported_embedding"),

@@ -150,6 +150,7 @@ def requests(draw: st.DrawFn) -> list[ScheduledRequest]:
                 num_generated=3,
                 prompt_rows=asked if asked else range(0),
                 drafts=drafts,
+                active_from=draw(st.integers(0, 50)),
                 summed=tuple((AdapterKey(key), weight) for key, weight in SUMS.get(adapter, ())),
             )
         )

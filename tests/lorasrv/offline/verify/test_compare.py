@@ -161,6 +161,7 @@ class TestRight:
             ("llama", HEAD_COPY),
             ("qwen2", BASES_COPY),
             ("qwen2", TIED),
+            ("llama", {"alora_invocation_tokens": [5, 9]}),
         ],
     )
     @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying", "ignore:Careful, disabling adapter layers")
