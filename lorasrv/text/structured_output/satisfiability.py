@@ -194,14 +194,26 @@ class _Walk:
 
     def _target(self, ref: str) -> Any:
         # Other references name another document, or an anchor, which llguidance resolves.
-        if ref != "#" and not ref.startswith("#/"):
-            return True
-        found: Any = self._root
-        for name in pointer_names(ref):
-            if not isinstance(found, Mapping) or name not in found:
-                return True
-            found = found[name]
-        return found
+        target = target_of(self._root, ref)
+        return True if target is None else target
+
+
+def target_of(root: Mapping[str, Any], ref: str) -> Any:
+    """Return what a reference's JSON pointer points to; None if it is another reference or points nowhere."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
+    found: Any = root
+    for name in pointer_names(ref):
+        found = child(found, name)
+    return found
+
+
+def child(value: Any, name: str) -> Any:
+    """Return what one name of a JSON pointer points to; None if there is nothing."""
+    if isinstance(value, list):
+        # Python converts no text of thousands of digits.
+        return value[int(name)] if name.isdecimal() and len(name) < 10 and int(name) < len(value) else None
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def pointer_names(ref: str) -> list[str]:

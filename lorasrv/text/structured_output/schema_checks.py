@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
-from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, pointer_names, repetitions
+from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, child, pointer_names, repetitions
 
-NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+DEFINITIONS = frozenset({"$defs", "definitions"})
+NAMED_SCHEMAS = DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 """Keywords whose values are schemas by name."""
 ENFORCED_DATA = frozenset({"const", "enum"})
 DATA = ENFORCED_DATA | {"default", "examples", "example"}
@@ -26,11 +27,11 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
             named as required, too many parts have an `$id`, or a reference points into literal data, which is not
             checked.
     """
-    bases = [schema, *(part for part in _schemas(schema) if "$id" in part)]
+    bases = [schema, *(part for part in schemas_in(schema) if "$id" in part)]
     if (num_ids := len(bases) - 1) > MAX_IDS:
         why = f"{{param}}: {num_ids} parts have an $id, more than {MAX_IDS}; refer to them by #/$defs/... instead"
         raise InvalidRequest(why, param=param)
-    for part in _schemas(schema):
+    for part in schemas_in(schema):
         ref = part.get("$ref")
         if isinstance(ref, str) and any(_is_in_data(base, ref) for base in bases):
             raise InvalidRequest(
@@ -80,18 +81,14 @@ def _is_in_data(base: Any, ref: str) -> bool:
     """Return whether a reference's pointer, followed from a schema, passes a keyword of literal data."""
     at, are_names = base, False
     for name in pointer_names(ref):
-        if isinstance(at, list):
-            at = at[int(name)] if name.isdecimal() and int(name) < len(at) else None
-            continue
-        if not isinstance(at, Mapping) or name not in at:
-            return False
-        if not are_names and name in DATA:
+        is_keyword = isinstance(at, Mapping) and name in at and not are_names
+        if is_keyword and name in DATA:
             return True
-        at, are_names = at[name], not are_names and name in NAMED_SCHEMAS
+        at, are_names = child(at, name), is_keyword and name in NAMED_SCHEMAS
     return False
 
 
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
     """Yield a schema and the schemas inside it, except those in literal data."""
     todo = [schema]
     while todo:

@@ -254,6 +254,7 @@ FIELDS = {
         ("guided_json", "[]", "must be a JSON schema"),
         ("guided_json", LOOP, "requires itself"),
         ("guided_json", {"$ref": "https://example.org/s"}, "example.org"),
+        ("guided_json", {"anyOf": [{}], "$ref": "#/anyOf/" + "9" * 5000}, "array index"),
         ("guided_json", ENDLESS, "requires itself"),
         ("guided_json", ENDLESS_LIST, "requires itself"),
         ("guided_json", False, "no value"),
