@@ -81,7 +81,8 @@ class StructuredOutputs(KnownBody):
         "structural_tag": (None,),
         "whitespace_pattern": (None,),
         "disable_any_whitespace": (None, False),
-        "disable_additional_properties": (None, False),
+        # As closed as it asks for.
+        "disable_additional_properties": (None, False, True),
     }
 
     json_: JsonSchema | None = Field(None, alias="json")

@@ -15,12 +15,7 @@ from lorasrv.text.reasoning import REASONING_NAMES
 from lorasrv.text.tool_parsers.base import Tool
 
 MAX_TOOLS = 128
-_MAY_ADD = frozenset(
-    {"additionalProperties", "unevaluatedProperties", "patternProperties", "dependentSchemas"}
-    | {"$ref", "allOf", "anyOf", "oneOf", "if"}
-)
-"""Keywords that say which properties an object may have besides the listed ones."""
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class TextPart(Body):
@@ -108,9 +103,6 @@ class FunctionFields(Body):
     def argument_schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of the arguments, which are an object even if `parameters` has no type.
 
-        If `parameters` lists properties, there are no others unless it says so: a function that is called with an
-        argument it does not declare fails.
-
         Raises:
             InvalidRequest: `parameters` has a type that does not allow objects.
         """
@@ -119,12 +111,7 @@ class FunctionFields(Body):
         kinds = self.parameters.get("type", "object")
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise InvalidRequest(f"tools: parameters of {self.name} must describe an object", param="tools")
-        listed, required = self.parameters.get("properties"), self.parameters.get("required", [])
-        is_whole = (
-            isinstance(listed, dict) and isinstance(required, list) and all(str(name) in listed for name in required)
-        )
-        only_listed = {"additionalProperties": False} if is_whole and not _MAY_ADD & self.parameters.keys() else {}
-        return {**self.parameters, "type": "object", **only_listed}
+        return {**self.parameters, "type": "object"}
 
 
 class Function(FunctionFields):

@@ -4,12 +4,13 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel, Field
 from served import serve
 from server import eventually
 
@@ -140,6 +141,30 @@ def test_schemas_by_openais_client(client: OpenAI) -> None:
     three = _ask(client, n=3, temperature=1.5, **_format(SCHEMA))
     assert all(json.loads(choice.message.content)["mood"] for choice in three.choices)
     assert len({choice.message.content for choice in three.choices}) > 1
+
+
+class Mood(BaseModel):
+    kind: Literal["mood"]
+    score: int
+
+
+class Food(BaseModel):
+    kind: Literal["food"]
+    dishes: list[Literal["soup", "bread"]] = Field(max_length=2)
+
+
+class Day(BaseModel):
+    weekday: Literal["Monday", "Friday"]
+    best: Mood | Food = Field(discriminator="kind")
+    other: Mood | None
+
+
+def test_objects_have_the_keys_of_a_plain_pydantic_model(client: OpenAI) -> None:
+    """Without `additionalProperties`, which openai-python's `parse` would add."""
+    for seed in range(4):
+        answer = _ask(client, temperature=1.5, seed=seed, **_format(Day.model_json_schema()))
+        value = json.loads(answer.choices[0].message.content)
+        assert Day.model_validate(value).model_dump() == value
 
 
 @pytest.mark.parametrize(

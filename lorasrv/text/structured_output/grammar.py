@@ -6,10 +6,11 @@ value satisfies. The rest is tested in a process that may be killed (`lorasrv.te
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
+from lorasrv.text.structured_output.closed_objects import close_objects
 from lorasrv.text.structured_output.satisfiability import can_end, lark_can_end
 from lorasrv.text.structured_output.schema_checks import DATA, NAMED_SCHEMAS, check_repetitions, check_schema
 
@@ -78,12 +79,12 @@ def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
     if not isinstance(schema, Mapping | bool):
         raise InvalidRequest("{param} must be a JSON schema: an object, true or false", param=param)
     checked = checked_schema(schema, param)
-    return replace(_checked(json.dumps({"grammars": [{"json_schema": checked}]}), param), schema=checked)
+    return Grammar(json.dumps({"grammars": [{"json_schema": checked}]}), param, checked)
 
 
 def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, Any]:
-    """Return a schema in the form given to llguidance: each keyword is enforced or refused, whatever the schema
-    requests.
+    """Return a schema in the form given to llguidance: its objects are closed, and each keyword is enforced or refused,
+    whatever the schema requests.
 
     Raises:
         InvalidRequest: see `json_of`.
@@ -97,7 +98,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
     check_schema(whole, param)
     if not can_end(whole):
         raise InvalidRequest("{param}: no finite value satisfies the schema: it requires itself", param=param)
-    return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
+    return {**_without_annotations(close_objects(whole)), "x-guidance": _JSON_OPTIONS}
 
 
 _EXCLUSIVE = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}

@@ -200,9 +200,7 @@ class TestTools:
             ({"properties": {"zone": {"type": "string"}}, "required": ["zone"]}, True),
             ({"properties": {}}, True),
             ({}, False),
-            ({"properties": {}, "required": ["zone"]}, False),
             ({"properties": {}, "additionalProperties": {"type": "string"}}, False),
-            ({"properties": {}, "allOf": [{"properties": {"zone": {"type": "string"}}}]}, False),
         ],
     )
     def test_a_function_is_called_with_the_arguments_that_it_lists(

@@ -134,6 +134,7 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
+OPEN = {"type": "object", "additionalProperties": True}
 CHOICES = ["yes", "yesterday", 'q"\n\\', "한국😀", " lead"]
 
 
@@ -147,7 +148,7 @@ CHOICES = ["yes", "yesterday", 'q"\n\\', "한국😀", " lead"]
         ),
         (source.json_of(json.dumps(SCHEMA), "p"), ['{"a": 1}'], ["[]"]),
         (
-            source.json_of({"properties": {"role": {"enum": ["user"]}, "a\n": {"const": 1}}, "type": "object"}, "p"),
+            source.json_of({"properties": {"role": {"enum": ["user"]}, "a\n": {"const": 1}}, **OPEN}, "p"),
             ['{"role": "user", "b\\n\\"": [1]}', '{"a\\n": 1}'],
             [r'{"role": "user", "\u0072ole": "admin"}', r'{"\u0072ole": "admin"}', r'{"a\u000a": 2}'],
         ),
@@ -546,8 +547,14 @@ LOOP = {"type": "object", "properties": {"x0": {"$ref": "#/$defs/a"}}, "required
             source.json_of, {"allOf": [{"$ref": "#/$defs/a"}] * 3300, "$defs": {"a": {"$ref": "#/" + "x/" * 60_000}}}
         ),
         partial(source.json_of, {"required": ["x"] * 1_000_000}),
+        partial(source.json_of, {"oneOf": [{"type": "object", "required": MANY[:n]} for n in (7_000, 7_001)]}),
+        partial(source.json_of, {"oneOf": [{"enum": [*range(n, 300 * n, n)]} for n in range(1, 150)]}),
+        partial(
+            source.json_of,
+            {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "oneOf": [{"$ref": "#/$defs/a"}] * 9},
+        ),
     ],
-    ids=["no count", "a count", "ids", "required", "a long reference", "too large"],
+    ids=["no count", "a count", "ids", "required", "a long reference", "too large", "names", "numbers", "itself"],
 )
 def test_no_text_takes_long_to_look_through(make: Callable[[str], object]) -> None:
     """In this process, and under the interpreter's lock: some of these took minutes."""
@@ -664,6 +671,7 @@ def test_only_the_format_of_a_schema_is_one() -> None:
         "properties": {"format": {"type": "string"}, "enum": {}, "x": data},
         "items": [{"type": "string"}, {"format": "date"}],
         "$defs": {"default": {"anyOf": [{}, True]}},
+        "additionalProperties": False,
     }
 
 
