@@ -71,7 +71,8 @@ class LoraModule:
     """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it.
 
     `module` is the path inside the layer; outside the layers it is the full name, and `layer` the number of layers.
-    `magnitude` is DoRA's, [out]; `b_bias` a bias [out] beside lora_B.
+    `magnitude` is DoRA's, [out]; `b_bias` a bias [out] beside lora_B. A column of the file's lora_A is for `group_size`
+    inputs, which QALoRA pools.
     """
 
     layer: int
@@ -82,6 +83,7 @@ class LoraModule:
     b_name: str
     magnitude: str | None = None
     b_bias: str | None = None
+    group_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

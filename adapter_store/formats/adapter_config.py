@@ -114,6 +114,8 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "bias": _honoured("none, lora_only or all: biases of the file replace the base's"),
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
+    "use_qalora": _honoured("a lora_A with pooled inputs is PEFT's of a GPTQ layer; one with all inputs is plain LoRA"),
+    "qalora_group_size": _honoured("with use_qalora: how many inputs are pooled"),
     "ensure_weight_tying": _honoured("a tied head follows modules_to_save, and shares one LoRA with embed_tokens"),
     "modules_to_save": _honoured("norms, lm_head and embed_tokens: those of the file replace the base's"),
     "trainable_token_indices": _honoured("rows of embed_tokens, and of lm_head, replace the base's"),
@@ -142,8 +144,6 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "corda_config": _harmless("read with init_lora_weights only"),
     "lora_ga_config": _harmless("read with init_lora_weights only"),
     "loftq_config": _harmless("read with init_lora_weights only"),
-    "qalora_group_size": _harmless("read with use_qalora only"),
-    "use_qalora": _refused("QALoRA pools the input of lora_A", f"{RETRAIN} (use_qalora=false)"),
     "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
     "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
     "fan_in_fan_out": _refused(
@@ -161,6 +161,8 @@ _EXTRA_FIELDS = {
     "bias": "none",
     "use_dora": False,
     "lora_bias": False,
+    "use_qalora": False,
+    "qalora_group_size": 16,
     "modules_to_save": None,
     "trainable_token_indices": None,
     "ensure_weight_tying": False,
@@ -179,7 +181,8 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. If several patterns match, the first applies.
 
     `token_indices` has the tokens of each module that `trainable_token_indices` names; "" means the embedding, whatever
-    its name. `invocation_tokens` are those of an aLoRA.
+    its name. `group_size` is the number of inputs that QALoRA pools, 1 without it. `invocation_tokens` are those of an
+    aLoRA.
     """
 
     r: int
@@ -192,6 +195,7 @@ class AdapterConfig:
     bias: str = "none"
     use_dora: bool = False
     lora_bias: bool = False
+    group_size: int = 1
     modules_to_save: tuple[str, ...] = ()
     token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
@@ -273,6 +277,7 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         bias=_bias(config.get("bias"), problems),
         use_dora=_flag(config, "use_dora", problems),
         lora_bias=_flag(config, "lora_bias", problems),
+        group_size=_group_size(config, problems),
         modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
         token_indices=tuple(_token_indices(config.get("trainable_token_indices"), problems)),
         ensure_weight_tying=_flag(config, "ensure_weight_tying", problems),
@@ -401,6 +406,21 @@ def _flag(config: Config, field: str, problems: ProblemList) -> bool:
         return bool(value)
     problems.add("invalid_flag", field, f"= {show(value)}; it must be true or false")
     return False
+
+
+def _group_size(config: Config, problems: ProblemList) -> int:
+    if not _flag(config, "use_qalora", problems):
+        return 1
+    size = config.get("qalora_group_size", 16)
+    if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+        return size
+    problems.add(
+        "invalid_qalora_group_size",
+        "qalora_group_size",
+        f"= {show(size)}; it must be the number of pooled inputs, an integer of at least 2: with 1, PEFT's result over "
+        "a GPTQ layer is not its result over other layers. Set use_qalora to false if it was not trained over GPTQ",
+    )
+    return 1
 
 
 def _bias(value: object, problems: ProblemList) -> str:

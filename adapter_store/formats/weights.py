@@ -118,12 +118,25 @@ def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: Adapter
     tensors = {}
     for m in spec.modules:
         a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
+        a = unpooled(a, m.group_size)
         bias = vector(m.b_bias)
         scaled = None if bias is None else np.float32(m.scaling) * bias
         tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b, vector(m.magnitude), scaled)
     saved = {(s.layer, s.module): _array(data, header, header.tensors[s.name], "F32") for s in spec.saved}
     rows = tuple(_array(data, header, header.tensors[r.name], header.tensors[r.name].dtype) for r in spec.rows)
     return AdapterWeights(spec, tensors, head_arrays(data, header, spec.heads), saved, rows)
+
+
+def pooling_factor(n_in: int, group_size: int) -> float:
+    """Return by what QALoRA multiplies the sum of a group's inputs: their mean times the number of groups is used."""
+    return 1.0 if group_size == 1 else n_in / group_size**2
+
+
+def unpooled(a: Array, group_size: int) -> Array:
+    """Return lora_A [rank, in] from QALoRA's [rank, in / group_size], without the factor: the inputs of a group share a
+    column.
+    """
+    return a if group_size == 1 else np.repeat(a, group_size, axis=1)
 
 
 def head_arrays(data: bytearray, header: SafetensorsHeader, heads: Iterable[Iterable[HeadBlock]]) -> HeadArrays:

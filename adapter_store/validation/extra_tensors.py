@@ -186,6 +186,7 @@ def notices_of(modules: tuple[LoraModule, ...], saved: tuple[SavedTensor, ...], 
     counts = {
         "DoRA's magnitudes of {} modules": sum(m.magnitude is not None for m in modules),
         "biases beside lora_B of {} modules": sum(m.b_bias is not None for m in modules),
+        "lora_A of pooled inputs (QALoRA) of {} modules": sum(m.group_size > 1 for m in modules),
         "{} biases instead of the base's": len(saved) - norms,
         "{} norms instead of the base's": norms,
     }

@@ -16,7 +16,7 @@ from adapter_store.errors import ProblemList
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import module_name
-from adapter_store.formats.weights import LoraTensors
+from adapter_store.formats.weights import LoraTensors, unpooled
 from adapter_store.spec import BaseShapes, LoraModule
 from adapter_store.validation.tensor_scan import read_matrix
 
@@ -76,6 +76,7 @@ def measure_drift(
     for module in modules:
         name = module_name(base, module.layer, module.module)
         a, b = (read_matrix(file, header, tensor) for tensor in (module.a_name, module.b_name))
+        a = unpooled(a, module.group_size)
         coded = CodedTensors(LoraTensors(module.rank, module.scaling, a, b), "F32")
         if not np.isfinite(coded.factors).all():
             problems.add("int8_overflow", name, "lora_A and lora_B are too large to be stored as int8; use stored bf16")

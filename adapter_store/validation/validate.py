@@ -31,6 +31,7 @@ from adapter_store.formats.safetensors_file import (
     read_header,
 )
 from adapter_store.formats.tensor_names import B_BIAS, MAGNITUDE, A, B, TensorPlace, locate, module_name
+from adapter_store.formats.weights import pooling_factor
 from adapter_store.spec import (
     BF16,
     INT8,
@@ -257,12 +258,17 @@ def match_modules(
             problems.add("missing_half", at, f"has no {missing}; save the adapter again")
             continue
         a, b = header.tensors[a_name], header.tensors[b_name]
-        rank = _check_shapes(places[a_name], a, b, base, problems)
+        group_size = _group_size(module, a, base, adapter_config)
+        rank = _check_shapes(places[a_name], a, b, base, group_size, problems)
         if rank is None:
             continue
-        scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, problems)
+        factor = pooling_factor(base.widths(module)[0], group_size)
+        scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, factor, problems)
         extras = check_lora_extras((layer, module), names, header, base, adapter_config, problems)
-        modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name, **extras))
+        if group_size > 1 and any(extras.values()):
+            what = "PEFT applies neither DoRA nor lora_bias to pooled inputs (use_qalora); train again without them"
+            problems.add("unsupported_use_qalora", at, what)
+        modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name, **extras, group_size=group_size))
     saved = match_saved(groups, header, base, adapter_config, problems)
     vocabulary = match_rows(groups, header, base, adapter_config, problems)
     rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
@@ -336,12 +342,20 @@ def _groups(places: Mapping[str, TensorPlace], base: BaseShapes, problems: Probl
     return groups
 
 
+def _group_size(module: str, a: TensorInfo, base: BaseShapes, config: AdapterConfig | None) -> int:
+    """Return how many inputs a column of lora_A is for: PEFT pools those of GPTQ layers only."""
+    if config is None or module == base.embedding or a.shape[1:] != (base.widths(module)[0] / config.group_size,):
+        return 1
+    return config.group_size
+
+
 def _check_shapes(
-    place: TensorPlace, a: TensorInfo, b: TensorInfo, base: BaseShapes, problems: ProblemList
+    place: TensorPlace, a: TensorInfo, b: TensorInfo, base: BaseShapes, group_size: int, problems: ProblemList
 ) -> int | None:
-    """Return the rank if A is [rank, in] and B is [out, rank] for this module."""
+    """Return the rank if A is [rank, in / group_size] and B is [out, rank] for this module."""
     n_in, n_out = base.widths(place.module)
-    if len(a.shape) == len(b.shape) == 2 and a.shape[1] == n_in and b.shape[0] == n_out and a.shape[0] == b.shape[1]:
+    columns = n_in // group_size
+    if len(a.shape) == len(b.shape) == 2 and (a.shape[1], b.shape[0]) == (columns, n_out) and a.shape[0] == b.shape[1]:
         return a.shape[0]
     message = (
         f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}; {place.module} of this base takes lora_A [rank, {n_in}]"
@@ -365,9 +379,11 @@ def _check_rank(
     base: BaseShapes,
     adapter_config: AdapterConfig | None,
     max_rank: int,
+    factor: float,
     problems: ProblemList,
 ) -> float:
-    """Return the module's scaling; record a rank above the limit or unlike the config's, and an infinite scaling."""
+    """Return the module's scaling, times `factor`; record an infinite one, and a rank above the limit or unlike the
+    config's."""
     name, *other_spelling = spellings(place, base)
     if rank > max_rank:
         problems.add(
@@ -383,8 +399,8 @@ def _check_rank(
             "rank_pattern); upload the config that was saved with these weights",
         )
         return 1.0
-    scaling = adapter_config.scaling(name)
-    if any((adapter_config.rank(n), adapter_config.scaling(n)) != (rank, scaling) for n in other_spelling):
+    scaling = adapter_config.scaling(name) * factor
+    if any((adapter_config.rank(n), adapter_config.scaling(n) * factor) != (rank, scaling) for n in other_spelling):
         problems.add(
             "ambiguous_names",
             name,

@@ -117,7 +117,7 @@ def test_an_invalid_adapter_leaves_nothing(store: AdapterStore) -> None:
     digest = put(store, build.file())
     store.register("mia", build.config(), digest)
     with pytest.raises(AdapterInvalid):
-        store.register("zoe", build.config(use_qalora=True), digest)
+        store.register("zoe", build.config(use_bdlora=True), digest)
     assert [r.adapter_id for r in store.list_adapters()] == ["mia"]
     assert blobs(store).keys() == {digest}
     store.load(store.resolve("mia").key)

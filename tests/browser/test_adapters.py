@@ -264,7 +264,7 @@ class TestUpload:
             served.http.delete("/v1/adapters/fresh?force=1")
 
     def test_every_reason_of_a_refusal(self, page, served, folder: Path) -> None:
-        self.change(folder, fan_in_fan_out=True, use_qalora=True)
+        self.change(folder, fan_in_fan_out=True, use_bdlora=True)
         result = self.send(page, "fresh", sorted(folder.iterdir()))
         reasons = result.locator("li").all_inner_texts()
         config = json.loads((folder / "adapter_config.json").read_text())

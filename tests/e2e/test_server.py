@@ -103,7 +103,7 @@ def test_bad_uploads_store_nothing(server, cli, personas: dict[str, Path], tmp_p
     cases = {
         "truncated": (config, weights[:-100]),
         "pickle": (config, b"\x80\x04\x95" + b"x" * 100),
-        "qalora": (json.dumps({**json.loads(config), "use_qalora": True}).encode(), weights),
+        "bdlora": (json.dumps({**json.loads(config), "use_bdlora": True}).encode(), weights),
         "rank": (json.dumps({**json.loads(config), "r": 3}).encode(), weights),
     }
     for name, (bad_config, bad_weights) in cases.items():

@@ -1,11 +1,28 @@
 """PEFT's own adapters for the tiny checkpoints."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def gptq_layers() -> Iterator[None]:
+    """Let PEFT put its LoRA layer of GPTQ linears around float linears, too: the forward pass of QALoRA is there."""
+    from peft.tuners.lora import model
+    from peft.tuners.lora.gptq import GPTQLoraLinear
+
+    def dispatched(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any:
+        return GPTQLoraLinear(target, adapter_name, config=config, **kwargs)
+
+    own, model.dispatch_gptq = model.dispatch_gptq, dispatched
+    try:
+        yield
+    finally:
+        model.dispatch_gptq = own
 
 
 def peft_adapter(

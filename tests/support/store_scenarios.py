@@ -29,7 +29,7 @@ from adapter_store.store import AdapterStore
 
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
-REFUSED = CONFIG | {"use_qalora": True}
+REFUSED = CONFIG | {"use_bdlora": True}
 # Nested, so that a new store must create parent folders and make them durable.
 FOLDER = "data/store"
 State = dict[str, dict[str, Any]]

@@ -22,8 +22,9 @@ from adapter_store.formats.adapter_config import FIELD_RULES, Decision
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.name_pattern import NamePattern, parse_pattern
 from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
+from adapter_store.formats.safetensors_file import widen
 from adapter_store.formats.tensor_names import EMBEDDING_MATRICES
-from adapter_store.formats.weights import AdapterWeights, Array
+from adapter_store.formats.weights import AdapterWeights, Array, pooling_factor
 from adapter_store.spec import INT8
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader import Checkpoint
@@ -162,7 +163,7 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
 
 def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weights: ModelWeights) -> None:
     """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names, its form is int8,
-    or it has rows of the vocabulary; then the matrices that the codes stand for, and tables of which only own rows
+    it has pooled inputs or rows of the vocabulary; then the matrices as served, and tables of which only own rows
     differ from the base's.
 
     The config holds only the fields that PEFT should honour. PEFT would find the adapted modules, and their ranks, with
@@ -189,12 +190,13 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weight
         names |= {m.magnitude: f"{stem}.lora_magnitude_vector"} if m.magnitude else {}
         names |= {m.b_bias: f"{stem}.lora_B.bias"} if m.b_bias else {}
     names |= {s.name: WRAPPER + s.parameter for s in saved} | {r.name: WRAPPER + r.parameter for r in rows}
-    if all(own == wanted for own, wanted in names.items()) and adapter.spec.stored != INT8 and not rows:
+    is_changed = adapter.spec.stored == INT8 or any(m.group_size > 1 for m in modules)
+    if all(own == wanted for own, wanted in names.items()) and not is_changed and not rows:
         os.symlink(job.weights.absolute(), folder / WEIGHTS_NAME)
         return
     tensors = load_file(job.weights)
-    if adapter.spec.stored == INT8:
-        tensors |= {name: torch.from_numpy(matrix) for name, matrix in _dequantized(adapter)}
+    if is_changed:
+        tensors |= {name: torch.from_numpy(matrix) for name, matrix in _matrices(adapter)}
     tensors |= dict(_tables(tensors, adapter, weights, getattr(torch, job.model.dtype)))
     save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)
 
@@ -233,9 +235,13 @@ def _tables(
         yield own.name, table[ids]
 
 
-def _dequantized(adapter: AdapterWeights) -> Iterator[tuple[str, Array]]:
-    """Yield the name and fp32 matrix of every tensor that the codes stand for."""
+def _matrices(adapter: AdapterWeights) -> Iterator[tuple[str, Array]]:
+    """Yield the name and fp32 matrix of every lora_A and lora_B as served: of codes, and without pooling."""
     for m in adapter.spec.modules:
-        a, b = CodedTensors(adapter[m.layer, m.module], adapter.dtype).dequantized()
-        yield m.a_name, a
+        own = adapter[m.layer, m.module]
+        if adapter.spec.stored == INT8:
+            a, b = CodedTensors(own, adapter.dtype).dequantized()
+        else:
+            a, b = widen(own.a, adapter.dtype), widen(own.b, adapter.dtype)
+        yield m.a_name, a * np.float32(pooling_factor(a.shape[1], m.group_size))
         yield m.b_name, np.ascontiguousarray(b)

@@ -70,7 +70,6 @@ def test_scaling_of_rslora_and_patterns() -> None:
 
 
 REFUSED_VALUES: dict[str, Any] = {
-    "use_qalora": True,
     "target_parameters": ["experts.w"],
     "layer_replication": [[0, 2]],
     "fan_in_fan_out": True,

@@ -190,10 +190,10 @@ class TestArchive:
 
         def change(manifest: dict[str, Any]) -> None:
             if "zoe" in refused:
-                manifest["adapters"]["zoe"]["versions"]["1"]["config"].update(use_qalora=True)
+                manifest["adapters"]["zoe"]["versions"]["1"]["config"].update(use_bdlora=True)
 
         archive, told = rebuilt(data, change), dict[str, str]()
-        says = {"mia": "mia: limits: tokens_per_s is too much", "zoe": "zoe@1: adapter refused, 1 problem: use_qalora"}
+        says = {"mia": "mia: limits: tokens_per_s is too much", "zoe": "zoe@1: adapter refused, 1 problem: use_bdlora"}
         with OfflineStore(tmp_path / "new", create=True) as closed:
             if refused:
                 with pytest.raises(AdaptersRefused, match=f"nothing was imported: {says[refused[:3]]}"):
@@ -388,7 +388,7 @@ class TestArchive:
             (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
             (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not announced by its manifest"),
             (lambda m: first_version(m)["config"].update(lora_alpha=77), "does not match its config"),
-            (lambda m: first_version(m)["config"].update(use_qalora=True), "use_qalora"),
+            (lambda m: first_version(m)["config"].update(use_bdlora=True), "use_bdlora"),
             (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version refers to it"),
             (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
             (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),

@@ -15,7 +15,7 @@ def test_a_bad_config_does_not_take_a_good_ones_weights(store: AdapterStore) -> 
     data = build.file()
 
     def upload(number: int) -> bool:
-        config = build.config(use_qalora=number % 2 == 0)
+        config = build.config(use_bdlora=number % 2 == 0)
         for _ in range(50):
             digest = put(store, data)
             try:

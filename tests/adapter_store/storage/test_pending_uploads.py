@@ -22,7 +22,7 @@ def test_weights_that_were_taken_are_there_whatever_others_do(store: AdapterStor
     for principal in ("alice", other):
         put(store, data, principal)
     with pytest.raises(AdapterInvalid):
-        store.register("theirs", build.config(use_qalora=True), digest, principal=other)
+        store.register("theirs", build.config(use_bdlora=True), digest, principal=other)
     store.register("mia", build.config(), digest, principal="alice")
     put(store, data, other)
     store.delete("mia")
@@ -42,7 +42,7 @@ def test_weights_that_become_visible_while_others_end_are_there(
     def adopt_and_fail(temporary: Path, name: str) -> None:
         adopt(temporary, name)
         with pytest.raises(AdapterInvalid):
-            store.register("theirs", build.config(use_qalora=True), digest)
+            store.register("theirs", build.config(use_bdlora=True), digest)
 
     monkeypatch.setattr(store._blobs, "adopt", adopt_and_fail)
     put(store, data)

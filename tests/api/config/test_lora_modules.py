@@ -165,11 +165,11 @@ class TestRegistering:
             assert blob.read_bytes() == (mia / "adapter_model.safetensors").read_bytes()
 
     def test_every_refused_module_is_named_with_its_reason(self, store, register, make_adapter, tmp_path) -> None:
-        good, qalora = make_adapter("good"), make_adapter("qalora", use_qalora=True, seed=1)
-        with pytest.raises(ModulesRefused, match="--lora-modules: refused: qalora, Big, gone, tiny-base") as caught:
-            register(**{"qalora": qalora, "good": good, "Big": good, "gone": tmp_path / "gone", "tiny-base": good})
+        good, bdlora = make_adapter("good"), make_adapter("bdlora", use_bdlora=True, seed=1)
+        with pytest.raises(ModulesRefused, match="--lora-modules: refused: bdlora, Big, gone, tiny-base") as caught:
+            register(**{"bdlora": bdlora, "good": good, "Big": good, "gone": tmp_path / "gone", "tiny-base": good})
         first, *others = caught.value.reasons
-        assert first.startswith("qalora: use_qalora: ")
+        assert first.startswith("bdlora: use_bdlora: ")
         assert [line.split(": ")[0] for line in others] == ["Big", "gone", "tiny-base"]
         assert "try 'big'" in others[0]
         assert [record.adapter_id for record in store.list_adapters()] == ["good"]

@@ -158,7 +158,7 @@ class TestRegister:
         assert listed(server) == []
 
     def test_every_problem_is_listed_and_nothing_stored(self, server, make_adapter, tmp_path: Path) -> None:
-        folder = make_adapter(use_qalora=True, layer_replication=[[0, 1]])
+        folder = make_adapter(use_bdlora=True, layer_replication=[[0, 1]])
         tensors = load_file(folder / WEIGHTS)
         name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
         tensors[name] = tensors[name] * float("nan")
@@ -167,7 +167,7 @@ class TestRegister:
         response = server.upload(folder, "mia")
         assert coded(response) == (422, "invalid_adapter")
         details = error_of(response)["details"]
-        assert all(word in json.dumps(details) for word in ("use_qalora", "layer_replication", "NaN", "layers.7"))
+        assert all(word in json.dumps(details) for word in ("use_bdlora", "layer_replication", "NaN", "layers.7"))
         assert all(set(problem) == {"code", "field", "message"} for problem in details)
         assert (stored_files(tmp_path), listed(server)) == ([], [])
 

@@ -73,9 +73,9 @@ class TestAnswers:
         refused = load(importing, "Org/Mia", "mia")
         assert (coded(refused), named(refused)) == ((400, "invalid_adapter_id"), (400, "lora_name"))
         assert "try 'org-mia'" in error_of(refused)["message"]
-        make_adapter("qalora", use_qalora=True)
-        refused = load(importing, "qalora", "qalora")
-        assert (coded(refused), error_of(refused)["details"][0]["field"]) == ((422, "invalid_adapter"), "use_qalora")
+        make_adapter("bdlora", use_bdlora=True)
+        refused = load(importing, "bdlora", "bdlora")
+        assert (coded(refused), error_of(refused)["details"][0]["field"]) == ((422, "invalid_adapter"), "use_bdlora")
         bodies = ({}, {"lora_name": "x"}, {"lora_name": "", "lora_path": ""}, {"lora_name": "x", "lora_path": 3})
         for body in bodies:
             assert importing.http.post("/v1/load_lora_adapter", json=body).status_code == 400

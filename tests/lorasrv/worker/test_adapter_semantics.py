@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_adapters import peft_adapter
+from peft_adapters import gptq_layers, peft_adapter
 from safetensors.torch import load_file, save_file
 from served_logits import last_logits
 
@@ -225,6 +225,38 @@ def test_int8_is_peft_with_the_matrices_of_the_codes(tiny_hf_checkpoints: Tiny, 
                 weight.copy_(torch.from_numpy(replaced))
     torch.testing.assert_close(logits[0], last_logits(model, prompt), rtol=1e-4, atol=1e-4)
     assert (logits[0] - logits[1]).abs().max() > 5e-3
+
+
+def test_qalora_pools_the_inputs_of_gptq_layers_only(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
+    """PEFT ignores the field on other layers, whose lora_A has all inputs; both kinds in one batch, and in int8."""
+    directory = tiny_hf_checkpoints["llama"]()
+    served, prompt = serve(directory), list(range(20, 40))
+    lora = {"r": 5, "lora_alpha": 2, "target_modules": ALL, "use_qalora": True, "qalora_group_size": 32}
+    with gptq_layers():
+        pooled = peft_adapter(directory, tmp_path / "pooled", **lora)
+    models = {"pooled": pooled, "plain": peft_adapter(directory, tmp_path / "plain", **lora)}
+    for name in models:
+        served.llm.add_adapter(name, tmp_path / name)
+    served.llm.add_adapter("coded", tmp_path / "pooled", stored="int8")
+    *logits, coded, base = served.first_logits([prompt] * 4, [*models, "coded", None])
+    for model, got in zip(models.values(), logits, strict=True):
+        torch.testing.assert_close(got, last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+        assert (got - base).abs().max() > APART
+    assert 1e-4 < (coded - logits[0]).norm() / (logits[0] - base).norm() < 0.05
+    refused = {
+        "invalid_qalora_group_size": {"qalora_group_size": 1},
+        "shape_mismatch": {"qalora_group_size": 16},
+        "unsupported_use_qalora": {"lora_bias": True},
+    }
+    for code, changes in refused.items():
+        folder = changed(tmp_path / "pooled", tmp_path / code, changes)
+        if "lora_bias" in changes:
+            tensors = load_file(folder / "adapter_model.safetensors")
+            biases = {f"{name[:-6]}bias": t[:, 0].clone() for name, t in tensors.items() if "lora_B" in name}
+            save_file(tensors | biases, folder / "adapter_model.safetensors")
+        with pytest.raises(AdapterInvalid) as error:
+            served.llm.add_adapter(code, folder)
+        assert code in {p.code for p in error.value.problems}
 
 
 def test_fan_in_fan_out_is_refused_and_means_nothing_here(

@@ -45,8 +45,8 @@ def test_what_a_version_or_an_alias_is_no_name_for(run, make_adapter) -> None:
 
 
 def test_refused_with_every_reason(run, make_adapter) -> None:
-    done = run("upload", make_adapter(use_qalora=True, fan_in_fan_out=True), "--id", "mia")
-    failed(done, 1, "lorasrv: the adapter is refused", "use_qalora", "fan_in_fan_out")
+    done = run("upload", make_adapter(use_bdlora=True, fan_in_fan_out=True), "--id", "mia")
+    failed(done, 1, "lorasrv: the adapter is refused", "use_bdlora", "fan_in_fan_out")
 
 
 def test_if_not_exists(run, make_adapter) -> None:

@@ -78,7 +78,7 @@ class TestUpload:
         assert (upload_all().code, len(blobs_sent)) == (0, 6)
 
     def test_accepted_beside_refused(self, upload_all, tree: Path, make_adapter, store: AdapterStore) -> None:
-        make_adapter("bot-1", use_qalora=True, fan_in_fan_out=True)
+        make_adapter("bot-1", use_bdlora=True, fan_in_fan_out=True)
         (tree / "bot-3" / "adapter_model.safetensors").unlink()
         (tree / "just-notes").mkdir()
         done = upload_all()
@@ -86,15 +86,15 @@ class TestUpload:
         title, *refused = done.err.splitlines()[-3:]
         assert title == "lorasrv: 3 of 5 adapters are in the server; refused:"
         assert sorted(line.split(": ")[0] for line in refused) == ["  bot-1", "  bot-3"]
-        reasons = ("use_qalora", "fan_in_fan_out", "adapter_model.safetensors: is missing")
+        reasons = ("use_bdlora", "fan_in_fan_out", "adapter_model.safetensors: is missing")
         assert [reason for reason in reasons if reason not in done.err] == []
 
     def test_json(self, upload_all, make_adapter) -> None:
-        make_adapter("bot-1", use_qalora=True)
+        make_adapter("bot-1", use_bdlora=True)
         done = upload_all("--json")
         lines = {line["id"]: line for line in map(json.loads, done.out.splitlines())}
         assert (done.code, len(lines)) == (1, 5)
-        assert (lines["bot-1"]["ok"], "use_qalora" in lines["bot-1"]["reasons"][0]) == (False, True)
+        assert (lines["bot-1"]["ok"], "use_bdlora" in lines["bot-1"]["reasons"][0]) == (False, True)
         assert lines["bot-2"] | {"ok": True, "version": 1, "folder": "bot-2"} == lines["bot-2"]
 
     def test_weights_of_a_refused_twin(self, upload_all, make_adapter, monkeypatch, store) -> None:
@@ -307,12 +307,12 @@ class TestTree:
 @pytest.mark.usefixtures("tiny_base")
 class TestDryRun:
     def test_lists_and_checks(self, cli, tree: Path, make_adapter, store: AdapterStore) -> None:
-        make_adapter("bot-1", use_qalora=True)
+        make_adapter("bot-1", use_bdlora=True)
         done = cli("upload", tree, "--all", "--dry-run", "--prefix", "x-", "--server", "http://127.0.0.1:1")
         assert done.code == 1
         assert done.out.splitlines() == [f"ok x-bot-{number}  (from 'bot-{number}')" for number in (0, 2, 3, 4)]
         assert "4 of 5 adapters would be accepted; nothing was sent; refused:" in done.err
-        assert "x-bot-1  (from 'bot-1'): use_qalora" in done.err
+        assert "x-bot-1  (from 'bot-1'): use_bdlora" in done.err
         assert ids(store) == []
 
     def test_json(self, cli, tree: Path) -> None:

@@ -108,9 +108,9 @@ def test_accepted(check, server, make_adapter) -> None:
 
 
 def test_refused(check, make_adapter) -> None:
-    done = check(make_adapter(use_qalora=True, rank=4), "--max-lora-rank", 3, "--json")
+    done = check(make_adapter(use_bdlora=True, rank=4), "--max-lora-rank", 3, "--json")
     fields = {problem["field"] for problem in json.loads(done.out)["problems"]}
-    assert ("use_qalora" in fields, len(fields) > 1) == (True, True)
+    assert ("use_bdlora" in fields, len(fields) > 1) == (True, True)
     assert (done.code, done.err.startswith("lorasrv: the adapter is refused\n  ")) == (1, True)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from multimodal import LANGUAGE, WHOLE, multimodal_adapter, write_multimodal
-from peft_adapters import peft_adapter
+from peft_adapters import gptq_layers, peft_adapter
 from safetensors.torch import load_file, save_file
 
 from adapter_store.errors import AdapterCorrupt
@@ -171,6 +171,12 @@ class TestRight:
         peft_adapter(tiny_hf_checkpoints[family](), tmp_path, seed=1, strength=0.3, **own)
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
         expect(ComparisonOutcome.WITHIN, job_of(family, source=tmp_path, quantization="int8", kernels="numba"))
+
+    def test_pooled_inputs(self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path) -> None:
+        with gptq_layers():
+            peft_adapter(tiny_hf_checkpoints["llama"](), tmp_path, lora_alpha=3, use_qalora=True, qalora_group_size=32)
+        expect(ComparisonOutcome.EXACT, job_of(source=tmp_path))
+        expect(ComparisonOutcome.EXACT, job_of(source=tmp_path, stored="int8"))
 
     @pytest.mark.parametrize("kind", WHOLE)
     def test_the_language_part_of_a_multimodal_model(self, job_of, tmp_path: Path, kind: str) -> None:
