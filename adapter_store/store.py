@@ -274,6 +274,7 @@ class AdapterStore:
         stored: Form | None = None,
         allow_drift: bool = False,
         defaults: str = "",
+        check_spec: Callable[[AdapterSpec], None] = lambda spec: None,
     ) -> Registration:
         """Check uploaded weights against the base and make them the current version of the id, and the target of the
         alias.
@@ -292,15 +293,14 @@ class AdapterStore:
             principal: owner of a new version.
             max_bytes: limit of the principal's bytes, instead of the quota's.
             is_known: whether the principal may know that the weights exist; if not, they count as missing.
-            allow_partial: accept a config that names more modules than there are tensors for.
+            allow_partial, allow_drift: accept modules without tensors, and any drift of the form "int8".
             stored: the form to keep the adapter in; None: the store's. Each form is a separate content.
-            allow_drift: accept any drift of the form "int8".
             defaults: the version's defaults as JSON, which the caller has checked; "" if there are none.
+            check_spec: raises AdapterInvalid if the defaults do not go with the checked weights.
 
         Raises:
             InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: an argument is wrong; no weights were read.
-            AdapterExists: the id exists and `if_not_exists` is set.
-            AdapterChanged: the id is not in one of the states of `if_match`.
+            AdapterExists, AdapterChanged: the id is not as `if_not_exists` and `if_match` say.
             AdapterInvalid: with every problem found.
             AdapterCorrupt: the disk returned other bytes than were uploaded.
             QuotaExceeded: the principal, the store or the id would exceed a limit.
@@ -316,6 +316,7 @@ class AdapterStore:
             checked = self._content_reader.check(
                 config, digest, allow_partial=allow_partial, stored=stored or self.form, allow_drift=allow_drift
             )
+            check_spec(checked.spec)
             upload = Upload.of(config, digest, checked.report)
             with self._lock:
                 self._check_open()

@@ -78,6 +78,7 @@ async def register(body: AdapterBody, services: ServicesDep, view: ViewDep, if_m
         add = partial(view.register_defaults, body.id, defaults, **options)
     else:
         terms = {"allow_partial": body.allow_partial, "stored": body.stored, "allow_drift": body.allow_drift}
+        options |= {} if checked is None else {"check_spec": checked.check_spec}
         add = partial(view.register, body.id, config, body.weights, defaults=defaults, **terms, **options)
     done = await run_in_threadpool(add)
     return registered(done, checked, {} if body.alias is None else {"alias": body.alias})

@@ -95,6 +95,8 @@ async def put_defaults(
         raise InvalidRequest(why, param="adapters")
     own = await services.engine.own_tokenizer(ref.key)
     checked = await check_defaults(body, services, view, own) if body else None
+    if checked is not None and ref.key is not None:
+        checked.check_spec(await run_in_threadpool(services.store.spec, ref.key))
     text = checked.text if checked is not None else ""
     done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
     return registered(done, checked, {})

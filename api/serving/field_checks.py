@@ -25,7 +25,7 @@ class FieldChecks:
     """Collect the faults of one persona's defaults.
 
     Args:
-        vocab_size: number of tokens of the base, or of an adapter that has more.
+        vocab_size: number of tokens that the defaults may name.
 
     Attributes:
         problems: the faults found.
@@ -43,7 +43,7 @@ class FieldChecks:
         self._size(given)
         self._placeholders(defaults)
         defaults = self._tools(defaults)
-        self._sampling(defaults)
+        self.sampling(defaults)
         with self.faults_of("speculation"):
             speculation_params(defaults.speculation, None, has_salt=False)
         self._answer(defaults)
@@ -89,7 +89,7 @@ class FieldChecks:
         is_right = len(self.problems) == before
         return defaults if is_right else defaults.model_copy(update=dict.fromkeys(TOOL_FIELDS))
 
-    def _sampling(self, defaults: Defaults) -> None:
+    def sampling(self, defaults: Defaults) -> None:
         """Check ranges as for requests: each field alone, then all together."""
         given = {n: value for n in SamplingFields.model_fields if (value := getattr(defaults, n)) is not None}
         is_constrained = _chat(defaults).is_constrained

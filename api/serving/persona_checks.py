@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.composition import Component
 from adapter_store.errors import AdapterNotFound, InvalidAlias, NotComposable, show
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec
 from api.schemas.composition import PinnedAdapter
 from api.schemas.openai import ChatBody
 from api.schemas.personas import USER, Defaults, to_text
@@ -34,6 +34,17 @@ class CheckedDefaults:
     text: str
     prompt_tokens: int | None
     warnings: tuple[str, ...]
+
+    def check_spec(self, spec: AdapterSpec) -> None:
+        """Check that weights have rows for the tokens that the defaults name.
+
+        Raises:
+            AdapterInvalid: names every field that names others.
+        """
+        if spec.vocab_size:
+            checks = FieldChecks(spec.vocab_size)
+            checks.sampling(Defaults.model_validate_json(self.text))
+            checks.problems.raise_if_any()
 
     def report(self) -> dict[str, Any]:
         """Return the fields for the upload's response."""

@@ -162,6 +162,26 @@ def test_uploads(served: SimpleNamespace, folder: Path) -> None:
     assert told.status_code == 404
 
 
+def test_defaults_name_tokens_that_the_weights_have(tiny_hf_checkpoints: Any, tmp_path: Path) -> None:
+    """Weights without the base's spare rows lack tokens that every request would otherwise be refused for."""
+    model, wrong = tiny_hf_checkpoints["qwen2"](vocab_size=397), {"logit_bias": {"390": 5}, "stop_token_ids": [396]}
+    peft_adapter(model, tmp_path / "short", target_modules=["q_proj"], spare=0)
+    peft_adapter(model, tmp_path / "whole", target_modules=["q_proj"])
+    with server(model, tmp_path / "store", **OPTIONS) as served, Client(served.url) as client:
+        for name in ("short", "whole"):
+            with open_adapter_dir(tmp_path / name) as peft:
+                client.upload(peft, name)
+                if name == "short":
+                    with pytest.raises(Refused) as refused:
+                        client.upload(peft, name, defaults=wrong)
+        put = {name: served.http.put(f"/v1/adapters/{name}/defaults", json=wrong) for name in ("short", "whole")}
+        assert (put["short"].status_code, put["whole"].status_code) == (422, 201)
+        for told in (refused.value.problems, [str(each) for each in put["short"].json()["error"]["details"]]):
+            assert all(field in one and "[0, 384)" in one for field, one in zip(wrong, told, strict=True))
+        for name in ("short", "whole"):
+            assert served.post("/v1/completions", model=name, prompt="a", max_tokens=1).status_code == 200
+
+
 def test_the_command_takes_the_tokenizer_or_leaves_it_out(
     served: SimpleNamespace, folder: Path, cli: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
