@@ -14,7 +14,7 @@ from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import B_BIAS, BASE_BIAS, BIAS, MAGNITUDE, WEIGHT, A, B, module_name
 from adapter_store.spec import BaseShapes, LoraModule, SavedTensor
-from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_ends
+from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_copies, ties_lora
 from adapter_store.validation.tensor_scan import read_matrix
 
 Parts = Mapping[str, str]
@@ -92,7 +92,7 @@ def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterC
     saves it for both: the head's A is the embedding's B, transposed.
     """
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
-    if ties_ends(base, config) and len(adapted.intersection(base.ends)) == 1:
+    if ties_lora(base, config) and len(adapted.intersection(base.ends)) == 1:
         message = "= true ties the LoRA of lm_head to the embedding's, and the file has only one of them; save it again"
         problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
 
@@ -108,7 +108,7 @@ def check_shared(
     """Record a problem if the head and the embedding share one LoRA and the file has two: PEFT loads the head's into
     both."""
     ends = sorted((own for own in modules if own.module in base.ends), key=lambda own: own.module == base.embedding)
-    if ties_ends(base, config) and len(ends) == 2:
+    if ties_lora(base, config) and len(ends) == 2:
         head, embedding = ends
         same = (head.a_name, embedding.b_name), (head.b_name, embedding.a_name)
         matrices = ([read_matrix(file, header, name) for name in pair] for pair in same)
@@ -151,7 +151,7 @@ def check_promised(
             message = f"{show(own)} is a pattern for PEFT, in which a dot is any letter, and names {hidden}; name that"
             problems.add("unsupported_modules_to_save", "modules_to_save", message)
     promised = [name for name in whole if name.endswith(config.modules_to_save)]
-    if ties_ends(base, config) and base.embedding in promised:
+    if ties_copies(base, config):
         promised += [end for end in base.ends if end not in promised]
     if missing := [name for name in promised if name not in saved]:
         message = f"names {missing[0]}, and {len(missing)} such modules have no tensors; PEFT would not load it"

@@ -9,12 +9,14 @@ from collections.abc import Collection
 
 from adapter_store.errors import ProblemList
 from adapter_store.formats.adapter_config import AdapterConfig
-from adapter_store.formats.module_selection import ModuleSelection
+from adapter_store.formats.module_selection import NO_MODULES, ModuleSelection
 from adapter_store.formats.tensor_names import TensorPlace, module_name
 from adapter_store.spec import BaseShapes
 
 OUTSIDE_LAYERS = ("model.embed_tokens", "lm_head")
 """Modules outside the layers that a config can name; tensors for them are refused by name."""
+_TIED_NAMES = ("embed_tokens", "lm_head")
+"""Last parts of the names by which PEFT recognises that an adapter has one of two tied tables: not mpt's `wte`."""
 
 
 def missing_modules(
@@ -46,16 +48,28 @@ def check_complete(missing: tuple[str, ...], num_expected: int, problems: Proble
         )
 
 
-def ties_ends(base: BaseShapes, config: AdapterConfig) -> bool:
-    """Return whether an entry of the config for the embedding or for the head applies to both."""
-    return base.tied and config.ensure_weight_tying
+def ties_copies(base: BaseShapes, config: AdapterConfig) -> bool:
+    """Return whether PEFT shares one copy between the embedding and the head, whichever `modules_to_save` names."""
+    is_named = any(name.rpartition(".")[2] in _TIED_NAMES for name in config.modules_to_save)
+    return base.tied and config.ensure_weight_tying and is_named
+
+
+def ties_lora(base: BaseShapes, config: AdapterConfig) -> bool:
+    """Return whether PEFT shares one LoRA between both, or may do so: the targets may be unknown."""
+    if not base.tied or not config.ensure_weight_tying or ties_copies(base, config):
+        return False
+    targets = config.selection.targets
+    if targets.expression is not None:
+        return any(map(targets.expression.matches, _TIED_NAMES))
+    is_named = any(name.rpartition(".")[2] in _TIED_NAMES for name in targets.names)
+    return is_named or (targets == NO_MODULES and bool(config.selection.unmatched))
 
 
 def check_targeted(
     config: AdapterConfig, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
 ) -> None:
     """Record a problem if there are tensors for modules that the config leaves out."""
-    selection, tied = config.selection, tuple(base.ends) if ties_ends(base, config) else ()
+    selection, tied = config.selection, tuple(base.ends) if ties_lora(base, config) else ()
     if not selection.is_known:
         return
     unnamed = {

@@ -17,6 +17,7 @@ from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import FROZEN, SECOND_COPY, TOKEN_ROWS, WEIGHT, A, B
 from adapter_store.spec import BaseShapes, VocabRows
 from adapter_store.validation.extra_tensors import Parts, Site
+from adapter_store.validation.target_modules import ties_copies
 
 MAX_ROW_BYTES = 2 << 30
 """Most bytes, in bf16, of an adapter's trained rows: both tables for 128,256 tokens with hidden size 4,096."""
@@ -85,9 +86,8 @@ class _Tensors:
 
     def has_copy(self, end: str) -> bool:
         """Return whether a table has its own trained copy."""
-        named = {own: own.endswith(self.config.modules_to_save) for own in self.parts}
-        is_tied = self.base.tied and self.config.ensure_weight_tying and end == self.head
-        return WEIGHT in self.parts[end] and (named[end] or (is_tied and named[self.embedding]))
+        is_named = end.endswith(self.config.modules_to_save) or ties_copies(self.base, self.config)
+        return WEIGHT in self.parts[end] and is_named
 
     def frozen_name(self, end: str) -> str:
         """Return the name of the base's own table in PEFT's model, the only one under which PEFT finds it."""

@@ -71,9 +71,6 @@ class RandomAdapters:
         }
         if isinstance(targets, list):
             may |= {"layers_to_transform": [0, [1], [0, 99]]}
-        if "embed_tokens" not in ends:
-            # PEFT ties only tables of this name.
-            del may["ensure_weight_tying"]
         chosen = {name: rng.choice(values) for name, values in may.items() if rng.random() < 0.25}
         if "modules_to_save" in chosen:
             # Under another spelling of the same table, PEFT wraps one in the other.
