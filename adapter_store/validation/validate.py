@@ -66,6 +66,10 @@ from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS, match_rows, ro
 KEY_FORMAT = 1
 _MOST_VECTORS = 3
 """Most other tensors of a linear: a magnitude, a bias beside lora_B and one that replaces the base's."""
+_RESIZED = (
+    ". Was the model resized? Cut rows and columns off that only pad its tables, or train rows of added tokens instead "
+    "of LoRA (trainable_token_indices)"
+)
 MAX_FLOAT32 = 3.4028234663852886e38
 
 
@@ -357,9 +361,10 @@ def _check_shapes(
     columns = n_in // group_size
     if len(a.shape) == len(b.shape) == 2 and (a.shape[1], b.shape[0]) == (columns, n_out) and a.shape[0] == b.shape[1]:
         return a.shape[0]
+    hint = _RESIZED if place.module in base.ends else _shape_hint(a.shape, b.shape, n_in, n_out)
     message = (
         f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}; {place.module} of this base takes lora_A [rank, {n_in}]"
-        f" and lora_B [{n_out}, rank]{_shape_hint(a.shape, b.shape, n_in, n_out)}"
+        f" and lora_B [{n_out}, rank]{hint}"
     )
     problems.add("shape_mismatch", module_name(base, place.layer, place.module), message)
     return None

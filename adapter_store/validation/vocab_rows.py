@@ -189,7 +189,10 @@ def _vocab_size(
         what = f"has {size} tokens, and this base {vocab}; at most {MAX_ADDED_TOKENS} may be left out"
         problems.add("unsupported_vocabulary", tensors.embedding, what)
     elif size > vocab and not tensors.config.added_tokens:
-        what = f"has {size} tokens, and this base {vocab}; upload it with its tokenizer.json, which names the others"
+        what = (
+            f"has {size} tokens, and this base {vocab}; upload it with its tokenizer.json, which names the others. If "
+            f"they only pad the tables, cut each tensor that has {size} rows or columns to the first {vocab}"
+        )
         problems.add("unsupported_vocabulary", tensors.embedding, what)
     elif size != vocab:
         for end, parts in tensors.parts.items():

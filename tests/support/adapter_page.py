@@ -39,7 +39,8 @@ OTHERS = (
         "`lm_head` or `embed_tokens` with more rows than the base has tokens, and no own tokens, or in one table "
         f"only; with another number of rows, and LoRA on either; with over {MAX_ADDED_TOKENS:,} rows fewer",
         "unsupported_vocabulary",
-        "upload it with its tokenizer.json; save it with all rows (`save_embedding_layers=True`)",
+        "upload it with its tokenizer.json; save it with all rows (`save_embedding_layers=True`); cut padding off, as "
+        "the error says",
     ),
     (
         f"more than {MAX_ADDED_TOKENS:,} tokens beyond the base's",

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hand_decoder import HandDecoder
 from peft_oracles import PeftOracles
-from served_logits import ServedLogits
+from safetensors.torch import load_file, save_file
+from served_logits import ServedLogits, last_logits
 
+from adapter_store.errors import AdapterInvalid
 from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import RequestId
 from lorasrv.request import RequestOptions
@@ -174,6 +176,26 @@ def test_tables_without_the_bases_spare_rows(tiny_hf_checkpoints: Any, tmp_path:
     # The adapter lacks the token that ends an answer, too.
     [answer] = served.llm.generate([PROMPT], replace(GREEDY, ignore_eos=False, min_tokens=2), ["short"])
     oracles.check_answer("short", PROMPT, list(answer.token_ids))
+
+
+@pytest.mark.parametrize("case", ["copies", "LoRA"])
+def test_padding_is_refused_until_it_is_cut_off(
+    tiny_hf_checkpoints: Any, tmp_path: Path, serve: Serve, case: str
+) -> None:
+    """Tables with more rows than there are tokens, and no tokenizer that names any, as the errors say."""
+    ends = ["embed_tokens", "lm_head"]
+    config = {"copies": {"target_modules": QV, "modules_to_save": ends}, "LoRA": {"target_modules": [*QV, *ends]}}[case]
+    directory = tiny_hf_checkpoints["qwen2"]()
+    oracles, served = PeftOracles(directory, tmp_path, {"x": {"r": 3, "spare": 16} | config}), serve(directory)
+    with pytest.raises(AdapterInvalid, match="has 400 rows or columns to the first 384") as refused:
+        served.llm.add_adapter("x", tmp_path / "x")
+    assert ("Was the model resized?" in str(refused.value)) == (case == "LoRA")
+    file = tmp_path / "x" / "adapter_model.safetensors"
+    save_file({name: t[:V, :V].contiguous() if 400 in t.shape else t for name, t in load_file(file).items()}, file)
+    served.llm.add_adapter("x", tmp_path / "x")
+    got, base = served.first_logits([PROMPT] * 2, ["x", None])
+    torch.testing.assert_close(got, last_logits(oracles.models["x"], PROMPT)[:V], rtol=1e-3, atol=1e-3)
+    assert (got - base).abs().max() > 0.02
 
 
 def test_texts_are_written_with_the_adapters_tokens(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Serve) -> None:
