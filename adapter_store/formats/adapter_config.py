@@ -115,6 +115,8 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "use_dora": _honoured("every adapted module has a magnitude, by which its output is scaled"),
     "lora_bias": _honoured("every lora_B has a bias"),
     "use_qalora": _honoured("a lora_A with pooled inputs is PEFT's of a GPTQ layer; one with all inputs is plain LoRA"),
+    "velora_config": _harmless("training only: gradients of compressed inputs"),
+    "monteclora_config": _harmless("training only: sampled weights, of which those in the file are the mean"),
     "qalora_group_size": _honoured("with use_qalora: how many inputs are pooled"),
     "ensure_weight_tying": _honoured("a tied head follows modules_to_save, and shares one LoRA with embed_tokens"),
     "modules_to_save": _honoured("norms, lm_head and embed_tokens: those of the file replace the base's"),
@@ -152,8 +154,6 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     ),
     "use_bdlora": _refused("block-diagonal LoRA has tensors of another layout", RETRAIN),
     "arrow_config": _refused("Arrow routes between several adapters", "serve each adapter under its own id"),
-    "velora_config": _refused("VeLoRA is not verified against PEFT here", RETRAIN),
-    "monteclora_config": _refused("MonteCLoRA samples its weights", RETRAIN),
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
 DECISIVE_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -173,6 +173,9 @@ _EXTRA_FIELDS = {
 BIASES = ("none", "lora_only", "all")
 # These change only the initial values of training: the forward pass is plain LoRA's, also for MiCA.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+VARIANTS = ("use_dora", "alora_invocation_tokens", "velora_config", "monteclora_config")
+LINEARS_ONLY = frozenset({"velora_config", "monteclora_config"})
+"""Variants that PEFT does not have for embeddings."""
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
@@ -181,8 +184,8 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. If several patterns match, the first applies.
 
     `token_indices` has the tokens of each module that `trainable_token_indices` names; "" means the embedding, whatever
-    its name. `group_size` is the number of inputs that QALoRA pools, 1 without it. `invocation_tokens` are those of an
-    aLoRA.
+    its name. `group_size` is the number of inputs that QALoRA pools, 1 without it. `linears_only` is a variant that PEFT
+    does not have for embeddings, or "". `invocation_tokens` are those of an aLoRA.
     """
 
     r: int
@@ -196,6 +199,7 @@ class AdapterConfig:
     use_dora: bool = False
     lora_bias: bool = False
     group_size: int = 1
+    linears_only: str = ""
     modules_to_save: tuple[str, ...] = ()
     token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
@@ -278,6 +282,7 @@ def read_adapter_config(config: Config, problems: ProblemList, max_names: int = 
         use_dora=_flag(config, "use_dora", problems),
         lora_bias=_flag(config, "lora_bias", problems),
         group_size=_group_size(config, problems),
+        linears_only=next((name for name in variants_of(config) if name in LINEARS_ONLY), ""),
         modules_to_save=_saved_modules(config.get("modules_to_save"), problems),
         token_indices=tuple(_token_indices(config.get("trainable_token_indices"), problems)),
         ensure_weight_tying=_flag(config, "ensure_weight_tying", problems),
@@ -332,6 +337,7 @@ def _check_together(config: Config, problems: ProblemList) -> None:
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     is_text = isinstance(config.get("target_modules"), str)
     names = "with target_modules as one text, in PEFT neither; list the modules' names"
+    variants = variants_of(config)
     found = {
         "lora_bias": bias and dora and "= true does not go with use_dora, in PEFT neither",
         "init_lora_weights": bias
@@ -347,9 +353,18 @@ def _check_together(config: Config, problems: ProblemList) -> None:
         "layers_pattern": (is_text and pattern is not None and f"does not go {names}")
         or (pattern and layers is None and "needs layers_to_transform, in PEFT too; remove it"),
     }
+    if len(variants) > 1:
+        found[variants[0]] = f"does not go with {variants[1]}, in PEFT neither; remove what it was trained without"
     for field, reason in found.items():
         if reason:
             problems.add(f"unsupported_{field}", field, str(reason))
+
+
+def variants_of(config: Config) -> list[str]:
+    """Return the served variants of LoRA that a config asks for, of which PEFT accepts one."""
+    is_mica = str(config.get("init_lora_weights")).lower() == "mica"
+    found = [name for name in VARIANTS if config.get(name) or isinstance(config.get(name), Mapping)]
+    return [*found, "init_lora_weights"] if is_mica else found
 
 
 def _remedy(rule: FieldRule) -> str:

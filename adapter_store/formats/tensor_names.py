@@ -28,6 +28,8 @@ _SUFFIXES = {
     ".weight": WEIGHT,
 }
 """The part of a module that a tensor is, by the end of its name; the first match applies."""
+TRAINING_ONLY = (".lora_velora_embed", ".lora_monteclora_sampler.")
+"""Parts of the names of tensors that PEFT reads for training only."""
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
 _END_SUFFIXES = {

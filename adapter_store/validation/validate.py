@@ -30,7 +30,16 @@ from adapter_store.formats.safetensors_file import (
     header_cap_bytes,
     read_header,
 )
-from adapter_store.formats.tensor_names import B_BIAS, MAGNITUDE, A, B, TensorPlace, locate, module_name
+from adapter_store.formats.tensor_names import (
+    B_BIAS,
+    MAGNITUDE,
+    TRAINING_ONLY,
+    A,
+    B,
+    TensorPlace,
+    locate,
+    module_name,
+)
 from adapter_store.formats.weights import pooling_factor
 from adapter_store.spec import (
     BF16,
@@ -249,7 +258,8 @@ def match_modules(
     """
     of_heads = [name for name in header.tensors if is_head_name(name)]
     heads = match_heads(header, of_heads, base.hidden_size, problems)
-    others = [name for name in header.tensors if not is_head_name(name)]
+    idle = {name for name in header.tensors if any(part in name for part in TRAINING_ONLY)}
+    others = [name for name in header.tensors if name not in idle and not is_head_name(name)]
     places = {name: place for name in others if (place := locate(name, base, problems))}
     groups = _groups(places, base, problems)
     modules = []
@@ -269,6 +279,9 @@ def match_modules(
         factor = pooling_factor(base.widths(module)[0], group_size)
         scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, factor, problems)
         extras = check_lora_extras((layer, module), names, header, base, adapter_config, problems)
+        if adapter_config is not None and module == base.embedding and (variant := adapter_config.linears_only):
+            what = f"has LoRA, and PEFT has no {variant} for embeddings; set it to null, it matters in training only"
+            problems.add(f"unsupported_{variant}", at, what)
         if group_size > 1 and any(extras.values()):
             what = "PEFT applies neither DoRA nor lora_bias to pooled inputs (use_qalora); train again without them"
             problems.add("unsupported_use_qalora", at, what)
@@ -285,6 +298,8 @@ def match_modules(
         notices[f"{unmatched} is an expression that is not matched here; the tensors say what is adapted"] = None
     if adapter_config is not None and adapter_config.selection.is_empty:
         notices["has no target_modules, where PEFT adapts its defaults for the model; the tensors say what is"] = None
+    if idle:
+        notices[f"holds {len(idle)} tensors that only training reads"] = None
     if added:
         notices[f"has tokens of its own: ids {added[0].id} to {added[-1].id}"] = None
     if 0 < vocabulary.size < base.vocab_size:

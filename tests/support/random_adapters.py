@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+VARIANTS = {"use_dora": [True]}, {"velora_config": [{"num_groups": 2}]}, {"monteclora_config": [{"num_samples": 2}]}
+"""PEFT accepts one of them."""
 Json = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -54,7 +56,7 @@ class RandomAdapters:
         norm = rng.choice(self.norms)
         may: dict[str, Sequence[Any]] = {
             "use_rslora": [True],
-            "use_dora": [True],
+            **rng.choice(VARIANTS),
             "lora_bias": [True],
             "bias": ["all", "lora_only"],
             "rank_pattern": [{self._pattern(rng): rng.choice([1, 6, 18]) for _ in range(3)}],
@@ -68,6 +70,7 @@ class RandomAdapters:
                 dict(zip(ends, (ids, others), strict=True)),
             ],
             "ensure_weight_tying": [True],
+            "use_qalora": [True],
         }
         if isinstance(targets, list):
             may |= {"layers_to_transform": [0, [1], [0, 99]]}
@@ -147,14 +150,15 @@ def loaded_whole(directory: Path, folder: Path) -> Any:
     from peft.utils import load_peft_weights, set_peft_model_state_dict
 
     try:
-        model: Any = get_peft_model(plain_model(directory), PeftConfig.from_pretrained(folder))
+        config = PeftConfig.from_pretrained(folder)
+        model: Any = get_peft_model(plain_model(directory), config)
         told = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
     except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
         return None
     # PEFT saves these beside those that it reads.
-    second = ".modules_to_save.weight", ".trainable_tokens_delta"
-    is_whole = all(key.endswith(second) for key in told.unexpected_keys)
-    is_whole &= not any(".lora_" in key for key in told.missing_keys)
+    second = (".modules_to_save.weight", *([".trainable_tokens_delta"] if config.trainable_token_indices else []))
+    is_whole = all(key.endswith(second) or _is_of_training(key) for key in told.unexpected_keys)
+    is_whole &= not any(".lora_" in key and not _is_of_training(key) for key in told.missing_keys)
     return model.eval() if is_whole else None
 
 
@@ -163,6 +167,10 @@ def quietly(call: Callable[..., Any], *args: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call(*args)
+
+
+def _is_of_training(key: str) -> bool:
+    return "velora" in key or "monteclora" in key
 
 
 def _last(name: str) -> str:

@@ -75,8 +75,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "fan_in_fan_out": True,
     "use_bdlora": {"nblocks": 2},
     "arrow_config": {"top_k": 1},
-    "velora_config": {"rank": 1},
-    "monteclora_config": {"x": 1},
     "kasa_config": {"beta": 1},
 }
 
@@ -302,6 +300,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one layer": {"lora_alpha": 8, "layers_to_transform": [1]},
     "regex targets": {"lora_alpha": 8, "target_modules": r".*layers\.0\..*(up|down)_proj"},
+    "gradients of compressed inputs": {"velora_config": {"num_groups": 2}},
+    "sampled weights": {"monteclora_config": {"num_samples": 2}},
     **{init: {"init_lora_weights": init} for init in ("gaussian", "orthogonal", "mica")},
 }  # fmt: skip
 
@@ -367,6 +367,16 @@ def test_what_peft_saves_and_we_refuse(case: str, tmp_path: Path) -> None:
     options, code = REFUSED[case]
     save(tmp_path, **{"r": 4, "target_modules": ["q_proj", "v_proj"]} | options)
     assert code in problems_of(lambda: checked(tmp_path))
+
+
+@pytest.mark.parametrize("variant", [{"use_dora": True}, {"init_lora_weights": "mica"}, {"monteclora_config": {}}])
+def test_two_variants_are_refused_as_by_peft(variant: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, target_modules=["q_proj", "v_proj"], velora_config={"num_groups": 2})
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | variant))
+    with pytest.raises(ValueError, match="unsupported variant combination"):
+        PeftModel.from_pretrained(tiny_llama(), tmp_path)
+    assert any("does not go with" in problem.message for problem in problems_of(lambda: checked(tmp_path)).values())
 
 
 def test_a_named_adapter_is_saved_one_level_down(tmp_path: Path) -> None:
