@@ -152,13 +152,18 @@ def loaded_whole(directory: Path, folder: Path) -> Any:
     try:
         config = PeftConfig.from_pretrained(folder)
         model: Any = get_peft_model(plain_model(directory), config)
-        told = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        tensors = load_peft_weights(str(folder), device="cpu")
+        own = model.state_dict().keys()
+        told = set_peft_model_state_dict(model, tensors)
     except (ValueError, TypeError, KeyError, RuntimeError, AttributeError):
         return None
     # PEFT saves these beside those that it reads.
     second = (".modules_to_save.weight", *([".trainable_tokens_delta"] if config.trainable_token_indices else []))
     is_whole = all(key.endswith(second) or _is_of_training(key) for key in told.unexpected_keys)
     is_whole &= not any(".lora_" in key and not _is_of_training(key) for key in told.missing_keys)
+    # PEFT writes norms and biases over the base's, for all adapters, although the config does not name them.
+    unnamed = ("norm.weight", "layernorm.weight", *([".bias"] if config.bias == "none" else []))
+    is_whole &= not any(key in own and key.endswith(unnamed) for key in tensors)
     return model.eval() if is_whole else None
 
 
