@@ -147,7 +147,10 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "lora_ga_config": _harmless("read with init_lora_weights only"),
     "loftq_config": _harmless("read with init_lora_weights only"),
     "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
-    "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
+    "layer_replication": _refused(
+        "the adapter's base has its layers repeated",
+        "build that base (copies of the layers, and their num_hidden_layers), serve it, and set this to null",
+    ),
     "fan_in_fan_out": _refused(
         "the base layer's weight is transposed (GPT-2 Conv1D)",
         "this base has no such layer: set it to false if the adapter was trained on this base",
@@ -388,12 +391,13 @@ def _check_init(init: object, problems: ProblemList) -> None:
     if init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in INERT_INITS):
         return
     if isinstance(init, str) and init.lower().startswith(RESIDUAL_INITS):
-        problems.add(
-            "unsupported_init",
-            "init_lora_weights",
-            f"= {show(init)}: training changed the base weights, so on the plain base the adapter is wrong. "
-            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes it as a plain LoRA",
+        remedy = (
+            f"LoftQ's base is rounded, so no plain LoRA has the same effect; {RETRAIN}"
+            if init.lower().startswith("loftq")
+            else "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes it as a plain LoRA"
         )
+        what = "training changed the base weights, so on the plain base the adapter is wrong"
+        problems.add("unsupported_init", "init_lora_weights", f"= {show(init)}: {what}. {remedy}")
         return
     known = ", ".join(["true", "false", *sorted(INERT_INITS)])
     problems.add("unsupported_init", "init_lora_weights", f"= {show(init)} is not known here; served: {known}")

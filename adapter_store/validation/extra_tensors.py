@@ -20,6 +20,10 @@ from adapter_store.validation.tensor_scan import read_matrix
 Parts = Mapping[str, str]
 """The tensors of one module: part -> name of the tensor."""
 Site = tuple[int, str]
+_NOT_TIED = (
+    "= true ties the LoRA of lm_head to the embedding's, and the file has {}; set it to false if they were trained "
+    "untied, or save it again"
+)
 
 
 def check_lora_extras(
@@ -93,8 +97,7 @@ def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterC
     """
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
     if ties_lora(base, config) and len(adapted.intersection(base.ends)) == 1:
-        message = "= true ties the LoRA of lm_head to the embedding's, and the file has only one of them; save it again"
-        problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
+        problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format("only one of them"))
 
 
 def check_shared(
@@ -113,8 +116,7 @@ def check_shared(
         same = (head.a_name, embedding.b_name), (head.b_name, embedding.a_name)
         matrices = ([read_matrix(file, header, name) for name in pair] for pair in same)
         if not all(np.array_equal(one, other.T) for one, other in matrices):
-            message = "= true ties the LoRA of lm_head to the embedding's, and the file has two; save it again"
-            problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", message)
+            problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format("two"))
 
 
 def check_promised(

@@ -72,7 +72,7 @@ OTHERS = (
         "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, or with two that differ, where "
         "they are tied",
         "unsupported_ensure_weight_tying",
-        "PEFT shares one LoRA between both, and saves it for each; save it again",
+        "PEFT shares one LoRA between both, and saves it for each; the error says what to do",
     ),
     (
         f"more than {MAX_ROW_BYTES >> 30} GiB of trained rows of the vocabulary, in bf16",
@@ -88,7 +88,7 @@ def _stays_out() -> str:
     refused = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is Decision.REFUSED)
     fields = [(f"`{name}`", f"unsupported_{name}", f"{rule.description}; {rule.remedy}") for name, rule in refused]
     inits = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)
-    changed = "training changed the base's weights; the error names the PEFT call that saves a plain LoRA"
+    changed = "training changed the base's weights; the error has PEFT's call that saves a plain LoRA, if there is one"
     parts: dict[tuple[str, str], list[str]] = {}
     for part, code, what in KNOWN_FORMS:
         parts.setdefault((code, what), []).append(f"`{part}`")

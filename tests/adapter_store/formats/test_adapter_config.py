@@ -369,6 +369,12 @@ def test_what_peft_saves_and_we_refuse(case: str, tmp_path: Path) -> None:
     assert code in problems_of(lambda: checked(tmp_path))
 
 
+def test_inits_that_peft_converts_to_plain_lora_name_its_call() -> None:
+    for init in ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga", "loftq"):
+        [told] = refusals(build.config(init_lora_weights=init)).values()
+        assert ("path_initial_model_for_weight_conversion" in told) == (init != "loftq")
+
+
 @pytest.mark.parametrize("variant", [{"use_dora": True}, {"init_lora_weights": "mica"}, {"monteclora_config": {}}])
 def test_two_variants_are_refused_as_by_peft(variant: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path, target_modules=["q_proj", "v_proj"], velora_config={"num_groups": 2})

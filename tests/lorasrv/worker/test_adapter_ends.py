@@ -229,15 +229,20 @@ def test_what_is_refused(tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any, c
     assert {problem.code for problem in refused.value.problems} == {code}
 
 
-def test_a_head_that_peft_ties_to_the_embedding_is_refused(
+def test_a_head_that_peft_ties_to_the_embedding_is_refused_unless_untied(
     tiny_hf_checkpoints: Any, tmp_path: Path, serve: Any
 ) -> None:
     directory = tiny_hf_checkpoints["qwen2"]()
-    Oracles(directory, tmp_path, {"x": {"r": 3, "target_modules": ["lm_head"]}})
+    oracles, served = Oracles(directory, tmp_path, {"x": {"r": 3, "target_modules": ["lm_head"]}}), serve(directory)
     config = tmp_path / "x" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"ensure_weight_tying": True}))
-    with pytest.raises(AdapterInvalid, match="ties the LoRA of lm_head"):
-        serve(directory).llm.add_adapter("x", tmp_path / "x")
+    saved = config.read_text()
+    config.write_text(json.dumps(json.loads(saved) | {"ensure_weight_tying": True}))
+    with pytest.raises(AdapterInvalid, match=r"ties the LoRA of lm_head.*set it to false"):
+        served.llm.add_adapter("x", tmp_path / "x")
+    config.write_text(saved)
+    served.llm.add_adapter("x", tmp_path / "x")
+    [got] = served.first_logits([PROMPT], ["x"])
+    oracles.check("x", got, PROMPT)
 
 
 UNTIED: dict[str, tuple[str, dict[str, Any]]] = {
