@@ -187,8 +187,8 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. If several patterns match, the first applies.
 
     `token_indices` has the tokens of each module that `trainable_token_indices` names; "" means the embedding, whatever
-    its name. `group_size` is the number of inputs that QALoRA pools, 1 without it. `linears_only` is a variant that PEFT
-    does not have for embeddings, or "". `invocation_tokens` are those of an aLoRA.
+    its name. `group_size` is the number of inputs that QALoRA pools, 1 without it. `linears_only` is a variant that
+    PEFT does not have for embeddings, or "". `invocation_tokens` are those of an aLoRA.
     """
 
     r: int
@@ -336,7 +336,7 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
 
 def _check_together(config: Config, problems: ProblemList) -> None:
     """Refuse fields that exclude each other in PEFT's LoraConfig, which does not load such a file."""
-    dora, bias, init = config.get("use_dora"), config.get("lora_bias"), config.get("init_lora_weights")
+    dora, bias = config.get("use_dora"), config.get("lora_bias")
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     is_text = isinstance(config.get("target_modules"), str)
     names = "with target_modules as one text, in PEFT neither; list the modules' names"
@@ -349,9 +349,6 @@ def _check_together(config: Config, problems: ProblemList) -> None:
         "use_dora": dora
         and config.get("megatron_config")
         and "= true does not go with megatron_config, in PEFT neither; remove that, it describes the training",
-        "alora_invocation_tokens": config.get("alora_invocation_tokens")
-        and (dora or (isinstance(init, str) and init.lower() == "mica"))
-        and f"does not go with {'use_dora' if dora else 'init_lora_weights=mica'}, in PEFT neither",
         "layers_to_transform": is_text and layers is not None and f"does not go {names}",
         "layers_pattern": (is_text and pattern is not None and f"does not go {names}")
         or (pattern and layers is None and "needs layers_to_transform, in PEFT too; remove it"),

@@ -262,6 +262,7 @@ def match_modules(
     others = [name for name in header.tensors if name not in idle and not is_head_name(name)]
     places = {name: place for name in others if (place := locate(name, base, problems))}
     groups = _groups(places, base, problems)
+    invocation = () if adapter_config is None else adapter_config.invocation_tokens
     modules = []
     for (layer, module), names in sorted(groups.items()):
         at = module_name(base, layer, module)
@@ -282,14 +283,13 @@ def match_modules(
         if adapter_config is not None and module == base.embedding and (variant := adapter_config.linears_only):
             what = f"has LoRA, and PEFT has no {variant} for embeddings; set it to null, it matters in training only"
             problems.add(f"unsupported_{variant}", at, what)
-        if group_size > 1 and any(extras.values()):
-            what = "PEFT applies neither DoRA nor lora_bias to pooled inputs (use_qalora); train again without them"
+        if group_size > 1 and (invocation or any(extras.values())):
+            what = "PEFT applies no DoRA, lora_bias or aLoRA to pooled inputs (use_qalora); train again without it"
             problems.add("unsupported_use_qalora", at, what)
         modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name, **extras, group_size=group_size))
     saved = match_saved(groups, header, base, adapter_config, problems)
     vocabulary = match_rows(groups, header, base, adapter_config, problems)
     rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
-    invocation = () if adapter_config is None else adapter_config.invocation_tokens
     if invocation:
         _check_activated(invocation, tuple(modules), bool(saved or rows or added), base, problems)
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)

@@ -154,8 +154,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "token 384; this base has 384 tokens": {"alora_invocation_tokens": [3, 384]},
     "must be a list of token ids": {"alora_invocation_tokens": [7, -1]},
     "must be a list of token ids ": {"alora_invocation_tokens": "assistant"},
-    "does not go with use_dora, in PEFT neither": {"use_dora": True},
-    "does not go with init_lora_weights=mica, in PEFT neither": {"init_lora_weights": "mica", "lora_bias": False},
+    "use_dora: does not go with alora_invocation_tokens": {"use_dora": True},
+    "does not go with init_lora_weights, in PEFT neither": {"init_lora_weights": "mica", "lora_bias": False},
 }
 
 
