@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, settings
 
 # Tests share processors with each other and with the servers that they start: a thread of a parallel region that waits
 # spinning takes time from all. OpenMP reads this when torch loads it. Two test processes on two cores: half the time.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A server that finds it unset lets its threads spin, whatever OMP_WAIT_POLICY says: up to three times the CPU time.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch
 from quick_interpreter import install_where_imported

@@ -24,7 +24,6 @@ def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
     def serves(*_: object) -> None:
         raise AssertionError(NOT_REFUSED)
 
-    monkeypatch.setenv("GOMP_SPINCOUNT", "0")  # else a start sets it, for all that this process starts later
     monkeypatch.setattr("api.server.create_app", serves)
 
     def run(*arguments: object) -> SimpleNamespace:
