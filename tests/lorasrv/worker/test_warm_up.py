@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,24 @@ DEFAULT, MEASURED = "default", "NVIDIA H200"
 SLOTS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Yield run(which, *arguments), which returns what `main` prints: importing all takes as long as most of its
+    answers."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process:
+
+        def ask(*arguments: str) -> Any:
+            print(json.dumps(arguments), file=process.stdin, flush=True)
+            told = json.loads(process.stdout.readline())
+            return told | {"kinds": set(told.get("kinds", ()))}
+
+        yield ask
+
+
 @pytest.mark.parametrize(
     ("quantization", "kv_format", "max_rank", "model", "table"),
     [
@@ -72,9 +91,9 @@ SLOTS, MAX_ROWS, MAX_RANK, MAX_LEN, STEPS = 48, 1500, 100, 2048, 60
     ],
 )
 def test_a_day_of_mixed_steps_needs_no_other_kernel(
-    quantization: str, kv_format: str, max_rank: int, model: str, table: str, tmp_path: Path
+    run: Callable[..., Any], quantization: str, kv_format: str, max_rank: int, model: str, table: str
 ) -> None:
-    told = _run("day", quantization, kv_format, str(max_rank), model, table, cache=tmp_path)
+    told = run("day", quantization, kv_format, str(max_rank), model, table)
     assert told["warm"] > 20
     assert told["late"] == []
     kinds = {"vectors", "ends", "codes", "rows", "sums", "chains", "trees"}
@@ -90,35 +109,26 @@ def test_a_day_of_mixed_steps_needs_no_other_kernel(
         pytest.param("0&1&2", 2, "sums", marks=pytest.mark.long),
     ],
 )
-def test_a_day_of_a_rank(partition: str, rank: int, tp_exchange: str, tmp_path: Path) -> None:
+def test_a_day_of_a_rank(run: Callable[..., Any], partition: str, rank: int, tp_exchange: str) -> None:
     """Each rank warms up alone, with the shapes of its part of the model."""
-    told = _run("day", "int4", "bfloat16", "16", "llama", DEFAULT, partition, str(rank), tp_exchange, cache=tmp_path)
+    told = run("day", "int4", "bfloat16", "16", "llama", DEFAULT, partition, str(rank), tp_exchange)
     assert told["warm"] > 20
     assert told["late"] == []
     ends = {"ends"} if partition == "cp=2" else set()
     assert told["kinds"] == {"vectors", "codes", "sums", "chains", "trees"} | ends
 
 
-def test_steps_that_are_hardly_longer_than_a_tree(tmp_path: Path) -> None:
-    assert _run("small", "int4", cache=tmp_path)["steps"] > 0
+def test_steps_that_are_hardly_longer_than_a_tree(run: Callable[..., Any]) -> None:
+    assert run("small", "int4")["steps"] > 0
 
 
 @pytest.mark.long
-def test_missing_kernels_are_compiled_in_processes_and_found_by_the_next_server(tmp_path: Path) -> None:
-    first, second = _run("load", "int4", cache=tmp_path), _run("load", "int4", cache=tmp_path)
+def test_missing_kernels_are_compiled_in_processes_and_found_by_the_next_server(run: Callable[..., Any]) -> None:
+    first, second = run("load", "int4"), run("load", "int4")
     assert (first["compiled_here"], first["progress"][-1]) == (1, 1.0)
     assert (second["compiled_here"], second["progress"]) == (0, [])
     assert first["loaded"] == second["loaded"] == first["wanted"]
     assert (first["late"], second["late"]) == (1, 1)
-
-
-def _run(*arguments: str, cache: Path) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    return told | {"kinds": set(told.get("kinds", ()))}
 
 
 class Server:
@@ -375,7 +385,11 @@ def _has(key: Any) -> bool:
 
 
 def main() -> None:
-    """Print what `day`, `small` or `load` returns. Arguments: which, and those of `Server`."""
+    """For each line of stdin, which has arguments of `Server` behind `day`, `small` or `load`, print what that returns.
+
+    Each line is answered by a fork, so that none finds what another has cached.
+    """
+    from gpu_cases import random_codes
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -383,7 +397,19 @@ def main() -> None:
     driver.set_active(mock.Mock(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         import sgmv_kernels.triton_ops.backend  # noqa: F401 - without a GPU it refuses
-    print(json.dumps({"day": day, "small": small, "load": load}[sys.argv[1]](Server(*sys.argv[2:]))))
+    # What the forks would import.
+    import gpu_step  # noqa: F401
+
+    import lorasrv.worker.rehearsal  # noqa: F401
+
+    random_codes(64, 64, 16, META)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            which, *arguments = json.loads(line)
+            print(json.dumps({"day": day, "small": small, "load": load}[which](Server(*arguments))))
+            return
+        if os.wait()[1]:
+            sys.exit("the fork failed")
 
 
 if __name__ == "__main__":
