@@ -176,9 +176,10 @@ def test_a_full_disk_of_the_log_keeps_no_server_from_serving(tmp_path: Path) -> 
         try:
             while True:
                 assert process.poll() is None
-                with contextlib.suppress(httpx2.ConnectError):
-                    assert httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+                with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
                     break
+                time.sleep(0.05)
+            assert httpx2.get(f"http://127.0.0.1:{port}/ready").status_code == 200
             process.terminate()
             assert process.wait(120) == 0
         finally:
