@@ -1,8 +1,12 @@
 """The client of the command line."""
 
+from typing import Any
+
+import httpx2
 import pytest
 
 from api.client import Client, Refused, ServerUnreachable
+from api.replication.registry_client import HttpOrigin
 
 
 def test_a_stream_that_breaks_off_is_no_answer(server, engine) -> None:
@@ -26,3 +30,13 @@ def test_what_does_not_exist_has_no_defaults(server, make_adapter) -> None:
     server.upload(make_adapter(), "mia")
     with Client(server.url) as client:
         assert [client.find_defaults(name) for name in ("mia", "mia@7", "tom")] == [None, None, None]
+
+
+@pytest.mark.parametrize("connect", [Client, lambda url: HttpOrigin(url, None)])
+@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://10.0.0.1:8000", "HTTPS://10.0.0.1"])
+def test_certificates_are_checked_except_over_plain_http(connect, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain HTTP has none, and reading those of the system takes 25 ms."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(httpx2, "Client", lambda **options: given.update(options))
+    connect(url)
+    assert given["verify"] is not url.startswith("http://")
