@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 
 from adapter_store.formats.peft_dir import PeftDir, digest_file
-from api.asgi.address import DEFAULT_SERVER, is_loopback, server_address
+from api.asgi.address import DEFAULT_SERVER, connection_options, is_loopback, server_address
 
 CHUNK_BYTES = 1 << 20
 # Seconds. A busy server may take long to send the first token, but connecting must be fast.
@@ -159,16 +159,10 @@ class Client:
     def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None, *, wait_s: float | None = None) -> None:
         """Connect to a server. `wait_s` is the timeout of a response, by default `ANSWER_S`."""
         self.url = server_address(url)
-        address = urlsplit(self.url)
-        # Do not use the environment's proxy for an address on this machine.
-        trust_env = not is_loopback(address.hostname or "")
-        # Plain HTTP needs no certificates, which take 25 ms to read.
-        verify = address.scheme != "http"
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = TIMEOUT if wait_s is None else httpx2.Timeout(wait_s)
-        self._http = httpx2.Client(
-            base_url=self.url, timeout=timeout, trust_env=trust_env, verify=verify, headers=headers
-        )
+        options = connection_options(self.url)
+        self._http = httpx2.Client(base_url=self.url, timeout=timeout, headers=headers, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
-from api.asgi.address import is_loopback, server_address
+from api.asgi.address import connection_options, server_address
 from api.batches.results import LineReply
 from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority, put_off_s
 from api.client import TIMEOUT, ServerUnreachable
@@ -36,12 +35,15 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
     Raises (when a line is sent):
         ServerUnreachable: several attempts in a row failed, or a proxy reports that the server does not answer.
     """
-    trust_env = not is_loopback(urlsplit(url).hostname or "")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    async with httpx2.AsyncClient(
-        base_url=server_address(url), timeout=TIMEOUT, trust_env=trust_env, headers=headers, limits=limits
-    ) as client:
+    options: dict[str, Any] = {
+        "base_url": server_address(url),
+        "timeout": TIMEOUT,
+        "headers": headers,
+        "limits": limits,
+    }
+    async with httpx2.AsyncClient(**options, **connection_options(url)) as client:
 
         async def ask(path: str, body: Mapping[str, Any]) -> LineReply:
             wanted = at_priority(body, priority) if priority else dict(body)

@@ -6,13 +6,12 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import BlobNotFound, OriginDenied, OriginRefused, OriginUnreachable
-from api.asgi.address import is_loopback
+from api.asgi.address import connection_options
 from api.asgi.json_body import INLINE_BYTES
 from api.replication.headers import BLOBS, REVISION
 
@@ -193,15 +192,12 @@ class RegistryClient:
 
 
 def _options(address: str, key: str | None) -> dict[str, Any]:
-    headers, parts = {"authorization": f"Bearer {key}"} if key else {}, urlsplit(address)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     return {
         "base_url": address,
         "timeout": httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
-        # For an address on this machine, no proxy from the environment.
-        "trust_env": not is_loopback(parts.hostname or ""),
-        # Plain HTTP needs no certificates, which take 25 ms to read.
-        "verify": parts.scheme != "http",
         "headers": {**headers, "accept-encoding": "identity"},
+        **connection_options(address),
     }
 
 

@@ -1,5 +1,6 @@
 """The client of the command line."""
 
+import ssl
 from typing import Any
 
 import httpx2
@@ -35,8 +36,13 @@ def test_what_does_not_exist_has_no_defaults(server, make_adapter) -> None:
 @pytest.mark.parametrize("connect", [Client, lambda url: HttpOrigin(url, None)])
 @pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://10.0.0.1:8000", "HTTPS://10.0.0.1"])
 def test_certificates_are_checked_except_over_plain_http(connect, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain HTTP has none, and reading those of the system takes 25 ms."""
+    """Plain HTTP has none, and reading those of the system takes 25 ms: without any, no TLS connection is trusted."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(httpx2, "Client", lambda **options: given.update(options))
     connect(url)
-    assert given["verify"] is not url.startswith("http://")
+    if url.startswith("http://"):
+        context = given["verify"]
+        assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+        assert context.get_ca_certs() == []
+    else:
+        assert given["verify"] is True
