@@ -13,15 +13,15 @@ from adapter_store.errors import ProblemList, show
 from adapter_store.formats.adapter_config import AdapterConfig
 from adapter_store.formats.safetensors_file import SafetensorsHeader
 from adapter_store.formats.tensor_names import B_BIAS, BASE_BIAS, BIAS, MAGNITUDE, WEIGHT, A, B, module_name
-from adapter_store.spec import BaseShapes, LoraModule, SavedTensor
+from adapter_store.spec import BaseShapes, LoraModule, SavedTensor, VocabRows
 from adapter_store.validation.target_modules import OUTSIDE_LAYERS, ties_copies, ties_lora
-from adapter_store.validation.tensor_scan import read_matrix
+from adapter_store.validation.tensor_scan import are_equal, read_matrix
 
 Parts = Mapping[str, str]
 """The tensors of one module: part -> name of the tensor."""
 Site = tuple[int, str]
 _NOT_TIED = (
-    "= true ties the LoRA of lm_head to the embedding's, and the file has {}; set it to false if they were trained "
+    "= true ties the {} of lm_head to the embedding's, and the file has {}; set it to false if they were trained "
     "untied, or save it again"
 )
 
@@ -97,26 +97,34 @@ def check_tying(groups: Mapping[Site, Parts], base: BaseShapes, config: AdapterC
     """
     adapted = {module for (_, module), parts in groups.items() if not parts.keys().isdisjoint((A, B))}
     if ties_lora(base, config) and len(adapted.intersection(base.ends)) == 1:
-        problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format("only one of them"))
+        problems.add(
+            "unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format("LoRA", "only one of them")
+        )
 
 
 def check_shared(
     file: BinaryIO,
     header: SafetensorsHeader,
     modules: Sequence[LoraModule],
+    rows: Sequence[VocabRows],
     base: BaseShapes,
     config: AdapterConfig,
     problems: ProblemList,
 ) -> None:
-    """Record a problem if the head and the embedding share one LoRA and the file has two: PEFT loads the head's into
+    """Record a problem if the head and the embedding share one LoRA or copy and the file has two: PEFT loads one into
     both."""
+    what, equal = "LoRA", True
     ends = sorted((own for own in modules if own.module in base.ends), key=lambda own: own.module == base.embedding)
     if ties_lora(base, config) and len(ends) == 2:
         head, embedding = ends
         same = (head.a_name, embedding.b_name), (head.b_name, embedding.a_name)
         matrices = ([read_matrix(file, header, name) for name in pair] for pair in same)
-        if not all(np.array_equal(one, other.T) for one, other in matrices):
-            problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format("two"))
+        equal = all(np.array_equal(one, other.T) for one, other in matrices)
+    elif ties_copies(base, config):
+        what, copies = "copy", [own.name for own in rows if own.token_ids is None and not own.frozen]
+        equal = are_equal(file, header, copies)
+    if not equal:
+        problems.add("unsupported_ensure_weight_tying", "ensure_weight_tying", _NOT_TIED.format(what, "two"))
 
 
 def check_promised(

@@ -4,7 +4,7 @@ NumPy has no bf16 type, so floats are tested by their bits: one integer comparis
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
@@ -15,6 +15,7 @@ from adapter_store.errors import ProblemList, show
 from adapter_store.formats.safetensors_file import ENDED, FILE, NUMPY_TYPES, SafetensorsHeader, TensorInfo, widen
 
 CHUNK_BYTES = 1 << 20
+CHUNK_VALUES = CHUNK_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,27 @@ def scan_data(
 def read_matrix(file: BinaryIO, header: SafetensorsHeader, name: str) -> npt.NDArray[np.float32]:
     """Read a tensor of a scanned file once more."""
     info = header.tensors[name]
-    file.seek(header.data_start + info.start)
-    values = np.frombuffer(file.read(info.end - info.start), dtype=NUMPY_TYPES[info.dtype])
-    return widen(values.reshape(info.shape), info.dtype)
+    return _read_values(file, header, info, 0, math.prod(info.shape)).reshape(info.shape)
+
+
+def are_equal(file: BinaryIO, header: SafetensorsHeader, names: Sequence[str]) -> bool:
+    """Return whether tensors of one shape have the same values; reads them once more, in chunks."""
+    infos = [header.tensors[name] for name in names]
+    for first in range(0, math.prod(infos[0].shape) if infos else 0, CHUNK_VALUES):
+        one, *others = (_read_values(file, header, info, first, CHUNK_VALUES) for info in infos)
+        if not all(np.array_equal(one, other) for other in others):
+            return False
+    return True
+
+
+def _read_values(
+    file: BinaryIO, header: SafetensorsHeader, info: TensorInfo, first: int, most: int
+) -> npt.NDArray[np.float32]:
+    """Read at most so many values of a tensor, from the number `first` on."""
+    kind = np.dtype(NUMPY_TYPES[info.dtype])
+    start = info.start + first * kind.itemsize
+    file.seek(header.data_start + start)
+    return widen(np.frombuffer(file.read(min(most * kind.itemsize, info.end - start)), dtype=kind), info.dtype)
 
 
 def _scan_tensor(

@@ -180,7 +180,7 @@ def check_adapter(
     problems.raise_if_any()
     assert header is not None
     assert adapter_config is not None
-    check_shared(file, header, matched.modules, base, adapter_config, problems)
+    check_shared(file, header, matched.modules, matched.rows, base, adapter_config, problems)
     drift = None
     if stored == INT8:
         drift = measure_drift(file, header, matched.modules, base, problems, allow_drift=allow_drift)

@@ -69,10 +69,10 @@ OTHERS = (
         "train again without that module",
     ),
     (
-        "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, or with two that differ, where "
-        "they are tied",
+        "`ensure_weight_tying` with LoRA of only one of `lm_head` and `embed_tokens`, or two that differ (LoRA or "
+        "copies), where they are tied",
         "unsupported_ensure_weight_tying",
-        "PEFT shares one LoRA between both, and saves it for each; the error says what to do",
+        "PEFT shares one between both, and saves it for each; the error says what to do",
     ),
     (
         f"more than {MAX_ROW_BYTES >> 30} GiB of trained rows of the vocabulary, in bf16",

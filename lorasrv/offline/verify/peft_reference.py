@@ -180,7 +180,8 @@ def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights, weight
         config[field] = _spelled_out(config.get(field), sorted(modules.values()))
     saved = adapter.spec.saved
     norms = [s.parameter.removesuffix(".weight") for s in saved if s.parameter.endswith(".weight")]
-    config["modules_to_save"] = [*norms, *_copies(adapter, spec, config)] or None
+    copies = [own.module for own in rows if own.token_ids is None and not own.frozen]
+    config["modules_to_save"] = [*norms, *copies] or None
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
     for m, module in modules.items():
@@ -209,14 +210,6 @@ def _spelled_out(patterns: Any, modules: Sequence[str]) -> dict[str, Any]:
         for name in [key] if isinstance(pattern, NamePattern) else filter(pattern.matches, modules):
             found.setdefault(name, value)
     return found
-
-
-def _copies(adapter: AdapterWeights, spec: ModelSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tables that PEFT reads whole copies of; those that it ties follow by themselves."""
-    for own in adapter.spec.rows:
-        is_tied = spec.tied_head and config.get("ensure_weight_tying") and own.module != spec.names.embedding
-        if own.token_ids is None and not own.frozen and not is_tied:
-            yield own.module
 
 
 def _tables(

@@ -8,6 +8,7 @@ import torch
 from store_kit import BASE, PREFIX, Tensors, build, check, problems_of
 
 from adapter_store.spec import VocabRows
+from adapter_store.validation import tensor_scan
 from adapter_store.validation.vocab_rows import MAX_ADDED_TOKENS
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -112,6 +113,20 @@ MEANT: dict[str, tuple[Tensors, bool, dict[str, Any], tuple[VocabRows, ...]]] = 
 def test_what_tensors_stand_for(case: str) -> None:
     tensors, tied, config, expected = MEANT[case]
     assert checked(tensors, tied, **config).spec.rows == expected
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_two_copies_of_tied_tables(monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
+    """PEFT loads the head's copy into both tables where it ties them, and each into its own where it does not."""
+    monkeypatch.setattr(tensor_scan, "CHUNK_VALUES", 40)
+    one, other = BOTH
+    two = BOTH | {one: BOTH[one].bfloat16(), other: BOTH[other].clone()}
+    tying = {"modules_to_save": [EMBEDDING], "ensure_weight_tying": True}
+    assert checked(two, True, **tying).spec.rows == (copy(EMBEDDING), copy(HEAD)), "equal values of two types"
+    two[other].view(-1)[-1 if last else 0] = 2.0
+    found = problems_of(lambda: checked(two, True, **tying))
+    assert "ties the copy of lm_head" in found["unsupported_ensure_weight_tying"].message
+    assert checked(two, True, modules_to_save=[EMBEDDING, HEAD]).spec.rows == (copy(EMBEDDING), copy(HEAD))
 
 
 def test_what_they_stand_for_is_part_of_the_key() -> None:

@@ -172,6 +172,17 @@ class TestRight:
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
         expect(ComparisonOutcome.WITHIN, job_of(family, source=tmp_path, quantization="int8", kernels="numba"))
 
+    @pytest.mark.parametrize(("family", "table"), [("qwen2", "model.embed_tokens"), ("mpt", "transformer.wte")])
+    def test_tied_copies(self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str, table: str) -> None:
+        own = {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
+        peft_adapter(tiny_hf_checkpoints[family](), tmp_path, strength=0.3, **own)
+        config = tmp_path / "adapter_config.json"
+        saved = json.loads(config.read_text())
+        # PEFT saves the embedding's name in place of the head's, and does not know mpt's.
+        assert saved["modules_to_save"] == [table]
+        config.write_text(json.dumps(saved | {"modules_to_save": [table, "lm_head"]}))
+        expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
+
     def test_pooled_inputs(self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path) -> None:
         with gptq_layers():
             peft_adapter(tiny_hf_checkpoints["llama"](), tmp_path, lora_alpha=3, use_qalora=True, qalora_group_size=32)
