@@ -104,7 +104,7 @@ def _honoured(description: str) -> FieldRule:
 
 FIELD_RULES: Mapping[str, FieldRule] = {
     "peft_type": _honoured("must be LORA"),
-    "task_type": _honoured("must be CAUSAL_LM or absent"),
+    "task_type": _honoured("must be CAUSAL_LM, or absent unless the adapter is an aLoRA"),
     "r": _honoured("rank of every module that rank_pattern does not name"),
     "lora_alpha": _honoured("scaling is alpha / r, or alpha / sqrt(r) with use_rslora"),
     "use_rslora": _honoured("scaling is alpha / sqrt(r)"),
@@ -159,7 +159,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "arrow_config": _refused("Arrow routes between several adapters", "serve each adapter under its own id"),
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
-DECISIVE_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+DECISIVE_FIELDS = ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 _EXTRA_FIELDS = {
     "bias": "none",
     "use_dora": False,
@@ -382,6 +382,9 @@ def _check_peft_type(config: Config, problems: ProblemList) -> None:
         )
     if task and (not isinstance(task, str) or task.upper() != "CAUSAL_LM"):
         problems.add("unsupported_task_type", "task_type", f"= {show(task)}; only 'CAUSAL_LM' or null generates text")
+    if not task and config.get("alora_invocation_tokens"):
+        why = "PEFT looks for alora_invocation_tokens only with CAUSAL_LM, and answers with the base otherwise; set it"
+        problems.add("unsupported_task_type", "task_type", f"= {show(task)}: {why}")
 
 
 def _check_init(init: object, problems: ProblemList) -> None:

@@ -154,6 +154,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "token 384; this base has 384 tokens": {"alora_invocation_tokens": [3, 384]},
     "must be a list of token ids": {"alora_invocation_tokens": [7, -1]},
     "must be a list of token ids ": {"alora_invocation_tokens": "assistant"},
+    "task_type: = None: PEFT looks for alora_invocation_tokens only with CAUSAL_LM": {"task_type": None},
     "use_dora: does not go with alora_invocation_tokens": {"use_dora": True},
     "does not go with init_lora_weights, in PEFT neither": {"init_lora_weights": "mica", "lora_bias": False},
 }
