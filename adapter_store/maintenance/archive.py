@@ -32,7 +32,7 @@ from adapter_store.maintenance.archive_format import (
     ArchivedUpload,
     read_manifest_json,
 )
-from adapter_store.maintenance.archive_refusals import CheckDefaults, CheckLimits, Refusals
+from adapter_store.maintenance.archive_refusals import CheckDefaults, CheckLimits, CheckTokens, Refusals
 from adapter_store.maintenance.offline_store import OfflineStore, Progress
 from adapter_store.registry.base_identity import BaseIdentity, stored_base
 from adapter_store.registry.index import Upload
@@ -183,6 +183,7 @@ def import_store(
     progress: Progress = lambda done, total: None,
     check_limits: CheckLimits = dict,
     check_defaults: CheckDefaults = lambda defaults, config: (),
+    check_tokens: CheckTokens = lambda defaults, vocab_size: None,
     skip: Callable[[AdapterId, str], object] | None = None,
 ) -> ArchiveSummary:
     """Add the contents of an archive to a store.
@@ -199,6 +200,8 @@ def import_store(
         check_limits: raises ValueError or TypeError for invalid limits of an id.
         check_defaults: raises ValueError for invalid defaults of a version; called with them as JSON and the config of
             the version's weights ({} without weights). Returns the parts of a stored sum.
+        check_tokens: raises AdapterInvalid for invalid defaults of a version whose weights have another number of
+            tokens than the base; called with the defaults and that number.
         skip: called with each refused adapter and the reason; the others are imported. If None, a refused adapter
             refuses the whole archive.
 
@@ -220,7 +223,7 @@ def import_store(
     left = archive.without(refusals.reasons)
     with ExitStack() as undo:
         added = _import_blobs(reader, archive.blobs, left.blobs, store, undo, progress)
-        uploads = _validate_uploads(left, store, base, max_lora_rank, refusals.add)
+        uploads = _validate_uploads(left, store, base, max_lora_rank, check_tokens, refusals.add)
         refusals.settle(skip)
         kept = archive.without(refusals.reasons)
         _bind_base(archive, store)
@@ -328,17 +331,20 @@ def _validate_uploads(
     store: OfflineStore,
     base: BaseShapes,
     max_lora_rank: int,
+    check_tokens: CheckTokens,
     refuse: Callable[[AdapterId, str], object],
 ) -> dict[tuple[AdapterId, int], Upload]:
     """Check every version as at its upload, reading weights only once for versions with the same content and config."""
     uploads: dict[tuple[AdapterId, int], Upload] = {}
-    known: dict[tuple[AdapterKey, bool, str], Upload] = {}
+    known: dict[tuple[AdapterKey, bool, str], tuple[Upload, int]] = {}
     for at, archived in archive.uploads.items():
         identity = archived.key, archived.is_partial, json.dumps(archived.config)
         try:
             if identity not in known:
                 known[identity] = _check_upload(archived, archive.contents[archived.key], store, base, max_lora_rank)
-            uploads[at] = known[identity]
+            uploads[at], vocab_size = known[identity]
+            if vocab_size and at in archive.defaults:
+                check_tokens(archive.defaults[at], vocab_size)
         except AdapterInvalid as error:
             refuse(at[0], f"{at[0]}@{at[1]}: {error}")
     return uploads
@@ -346,7 +352,8 @@ def _validate_uploads(
 
 def _check_upload(
     archived: ArchivedUpload, content: ArchivedContent, store: OfflineStore, base: BaseShapes, max_lora_rank: int
-) -> Upload:
+) -> tuple[Upload, int]:
+    """Return the upload and the weights' number of tokens, 0 for as many as the base has."""
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
         # The uploader accepted the drift; the new report has the warning again.
@@ -362,7 +369,7 @@ def _check_upload(
         )
     if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
         raise InvalidArchive(f"content {content.key[:12]} of the archive does not match its config and weights")
-    return Upload.of(archived.config, content.weights_digest, checked.report)
+    return Upload.of(archived.config, content.weights_digest, checked.report), checked.spec.vocab_size
 
 
 def _summary(archive: Archive) -> ArchiveSummary:

@@ -12,6 +12,7 @@ from adapter_store.spec import AdapterId
 
 CheckLimits = Callable[[Mapping[str, float]], object]
 CheckDefaults = Callable[[str, Mapping[str, object]], Sequence[ArchivedPart]]
+CheckTokens = Callable[[str, int], object]
 
 
 class Refusals:

@@ -42,13 +42,22 @@ class CheckedDefaults:
             AdapterInvalid: names every field that names others.
         """
         if spec.vocab_size:
-            checks = FieldChecks(spec.vocab_size)
-            checks.sampling(Defaults.model_validate_json(self.text))
-            checks.problems.raise_if_any()
+            check_tokens(self.text, spec.vocab_size)
 
     def report(self) -> dict[str, Any]:
         """Return the fields for the upload's response."""
         return {"prompt_tokens": self.prompt_tokens, "warnings": list(self.warnings)}
+
+
+def check_tokens(text: str, vocab_size: int) -> None:
+    """Check that stored defaults name no other tokens than the first `vocab_size`.
+
+    Raises:
+        AdapterInvalid: names every field that does.
+    """
+    checks = FieldChecks(vocab_size)
+    checks.sampling(Defaults.model_validate_json(text))
+    checks.problems.raise_if_any()
 
 
 async def check_defaults(

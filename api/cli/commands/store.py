@@ -123,6 +123,7 @@ def import_(
     version refuses is reported with the reason.
     """
     from adapter_store.maintenance.archive import import_store
+    from api.serving.persona_checks import check_tokens
 
     refused: dict[str, str] = {}
     path = source / ARCHIVE_NAME if source.is_dir() else source
@@ -137,6 +138,7 @@ def import_(
                 lambda done, total: step("reading weights", done, total),
                 _check_limits,
                 partial(_check_defaults, base),
+                check_tokens,
                 refused.__setitem__ if skip_refused else None,
             )
     _print_moved("imported", moved, path, as_json, refused=refused)

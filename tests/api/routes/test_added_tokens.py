@@ -13,6 +13,7 @@ import pytest
 from answers import events
 from peft_adapters import peft_adapter
 from server import server
+from whole_archives import rebuilt
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from api.client import Client, Refused
@@ -162,7 +163,9 @@ def test_uploads(served: SimpleNamespace, folder: Path) -> None:
     assert told.status_code == 404
 
 
-def test_defaults_name_tokens_that_the_weights_have(tiny_hf_checkpoints: Any, tmp_path: Path) -> None:
+def test_defaults_name_tokens_that_the_weights_have(
+    tiny_hf_checkpoints: Any, cli: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
     """Weights without the base's spare rows lack tokens that every request would otherwise be refused for."""
     model, wrong = tiny_hf_checkpoints["qwen2"](vocab_size=397), {"logit_bias": {"390": 5}, "stop_token_ids": [396]}
     peft_adapter(model, tmp_path / "short", target_modules=["q_proj"], spare=0)
@@ -180,6 +183,17 @@ def test_defaults_name_tokens_that_the_weights_have(tiny_hf_checkpoints: Any, tm
             assert all(field in one and "[0, 384)" in one for field, one in zip(wrong, told, strict=True))
         for name in ("short", "whole"):
             assert served.post("/v1/completions", model=name, prompt="a", max_tokens=1).status_code == 200
+    tar, new = tmp_path / "a.tar", ("--store", tmp_path / "new")
+    assert cli("store", "export", tar, "--store", tmp_path / "store").code == 0
+
+    def altered(manifest: dict[str, Any]) -> None:
+        manifest["adapters"]["short"]["versions"]["1"]["defaults"] = wrong
+
+    tar.write_bytes(rebuilt(tar.read_bytes(), altered))
+    done = cli("store", "import", tar, *new, "--model", model)
+    assert (done.code, "short@1: adapter refused, 2 problems" in done.err) == (1, True), done.err
+    assert all(f"{field} must" in done.err for field in wrong), done.err
+    assert "whole@" not in done.err
 
 
 def test_the_command_takes_the_tokenizer_or_leaves_it_out(
