@@ -177,6 +177,8 @@ BIASES = ("none", "lora_only", "all")
 # These change only the initial values of training: the forward pass is plain LoRA's, also for MiCA.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 VARIANTS = ("use_dora", "alora_invocation_tokens", "velora_config", "monteclora_config")
+MAX_INVOCATION_TOKENS = 256
+"""Finding the tokens may take time in proportion to their number times the prompt's, and errors show them."""
 LINEARS_ONLY = frozenset({"velora_config", "monteclora_config"})
 """Variants that PEFT does not have for embeddings."""
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
@@ -480,6 +482,9 @@ def _invocation_tokens(value: object, problems: ProblemList) -> tuple[int, ...]:
             f"= {show(value)}; it must be a list of token ids",
         )
         return ()
+    if len(value or ()) > MAX_INVOCATION_TOKENS:
+        what = f"has {len(value or ())} tokens, and {MAX_INVOCATION_TOKENS} are the most; train it with a shorter text"
+        problems.add("invalid_alora_invocation_tokens", "alora_invocation_tokens", what)
     return tuple(value or ())
 
 

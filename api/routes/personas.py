@@ -57,8 +57,8 @@ async def make_snapshot(
             f"{name} is a sum of adapters, whose prompt is kept at its third request alone", param="id"
         )
     if ref.key is not None and (await run_in_threadpool(services.store.spec, ref.key)).invocation_tokens:
-        why = "its prompt is computed by the base and cached like any other"
-        raise InvalidRequest(f"{name} is an aLoRA, which acts from its invocation tokens on: {why}", param="id")
+        why = "the base computes the beginning of its prompt, and a snapshot is of one adapter"
+        raise InvalidRequest(f"{name} is an aLoRA: {why}; no snapshot of it is kept", param="id")
     found = await services.prefixes.of_version(ref) if ref.persona else None
     if found is None:
         tokens = services.engine.page_size_tokens

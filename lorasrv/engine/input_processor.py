@@ -144,7 +144,7 @@ class InputProcessor:
         max_tokens = self._max_tokens(len(token_ids), sampling.max_tokens, options, stored.terms)
         _check_resumed(options.resumed_token_ids, max_tokens, words.vocab_size)
         if stored.invocation_tokens:
-            # The persona's beginning is the base's then, and is cached like any other prompt.
+            # The base computes the persona's beginning, and a snapshot belongs to one adapter.
             options = replace(options, prefix=None)
         request = self._message(request_id, token_ids, sampling, max_tokens, options, stored, words)
         self._poison.check(request)

@@ -155,6 +155,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "must be a list of token ids": {"alora_invocation_tokens": [7, -1]},
     "must be a list of token ids ": {"alora_invocation_tokens": "assistant"},
     "task_type: = None: PEFT looks for alora_invocation_tokens only with CAUSAL_LM": {"task_type": None},
+    "has 257 tokens, and 256 are the most": {"alora_invocation_tokens": [7] * 257},
     "use_dora: does not go with alora_invocation_tokens": {"use_dora": True},
     "does not go with init_lora_weights, in PEFT neither": {"init_lora_weights": "mica", "lora_bias": False},
 }
