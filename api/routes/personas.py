@@ -56,7 +56,7 @@ async def make_snapshot(
         raise InvalidRequest(
             f"{name} is a sum of adapters, whose prompt is kept at its third request alone", param="id"
         )
-    if ref.key is not None and (await run_in_threadpool(services.store.spec, ref.key)).invocation_tokens:
+    if ref.key is not None and (await run_in_threadpool(view.spec, ref.key)).invocation_tokens:
         why = "the base computes the beginning of its prompt, and a snapshot is of one adapter"
         raise InvalidRequest(f"{name} is an aLoRA: {why}; no snapshot of it is kept", param="id")
     found = await services.prefixes.of_version(ref) if ref.persona else None
@@ -99,7 +99,7 @@ async def put_defaults(
     own = await services.engine.own_tokenizer(ref.key)
     checked = await check_defaults(body, services, view, own) if body else None
     if checked is not None and ref.key is not None:
-        checked.check_spec(await run_in_threadpool(services.store.spec, ref.key))
+        checked.check_spec(await run_in_threadpool(view.spec, ref.key))
     text = checked.text if checked is not None else ""
     done = await run_in_threadpool(partial(view.register_defaults, ref.adapter_id, text, ref, if_match=if_match))
     return registered(done, checked, {})

@@ -19,7 +19,7 @@ from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
 from adapter_store.registry.references import RESERVED_IDS, Shares, check_adapter_id, check_digest
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec
 from adapter_store.storage.blobs import BlobUpload
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
@@ -82,6 +82,10 @@ class ScopedStore:
         if ref.key is None:
             raise InvalidRequest(f"{ref.adapter_id}@{ref.version} has no weights of its own", param="id")
         return ref, ref.key
+
+    def spec(self, key: AdapterKey) -> AdapterSpec:
+        """Return the spec of weights that a reference was resolved to. May read a file's header."""
+        return self._store.spec(key)
 
     def compose(self, components: Iterable[Component], *, is_stored: bool = False) -> Composition:
         """Return the sum of resolved versions. The store knows it as long as something references it.

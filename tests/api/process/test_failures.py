@@ -188,7 +188,7 @@ def test_a_step_that_hangs(flags) -> None:
 @pytest.mark.long
 def test_a_request_that_waits_past_the_queue_timeout(flags) -> None:
     """It ends with 504 and never runs; the request that has the only slot is not disturbed."""
-    more = ("--max-num-seqs", 1, "--queue-timeout-s", 2.5, "--testing", "--inject-faults", "step-hangs:8s@5")
+    more = ("--max-num-seqs", 1, "--queue-timeout-s", 2, "--testing", "--inject-faults", "step-hangs:12s@5")
     with serve(*flags, *more, ends=0) as served, stream_of(served, 100) as answer:
         lines = answer.iter_lines()
         next(lines)
