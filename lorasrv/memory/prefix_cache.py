@@ -2,7 +2,8 @@
 
 A page's key is a hash chained over (adapter content, tenant salt, every token up to the page's end). It contains no
 name, so a re-uploaded adapter never hits pages of its previous version (vllm#42125, llama.cpp#26207), and it always
-covers the whole prefix. Pages in the cache are immutable; the cache holds one reference of its own to each.
+covers the whole prefix. Pages before the tokens on which an aLoRA acts are the base's (arXiv 2504.12397). Pages in the
+cache are immutable; the cache holds one reference of its own to each.
 
 A page without another reference may be evicted: the tail of a prompt before its head, the lowest score first. The score
 is uses x seconds to compute the page again, in the unit of `AdapterCache`. For a page without a hit so far, the share
