@@ -179,8 +179,13 @@ INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 VARIANTS = ("use_dora", "alora_invocation_tokens", "velora_config", "monteclora_config")
 MAX_INVOCATION_TOKENS = 256
 """Finding the tokens may take time in proportion to their number times the prompt's, and errors show them."""
-LINEARS_ONLY = frozenset({"velora_config", "monteclora_config"})
-"""Variants that PEFT does not have for embeddings."""
+_SET_TO_NULL = "set it to null, it matters in training only"
+LINEARS_ONLY = {
+    "alora_invocation_tokens": "train it again without the embedding in target_modules",
+    "velora_config": _SET_TO_NULL,
+    "monteclora_config": _SET_TO_NULL,
+}
+"""Variants that PEFT does not have for embeddings, with the remedy."""
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 

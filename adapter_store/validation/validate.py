@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, get_args
 
 from adapter_store.errors import AdapterInvalid, ProblemList, show
 from adapter_store.formats.adapter_config import (
+    LINEARS_ONLY,
     MIN_MAX_NAMES,
     MLX_REMEDY,
     AdapterConfig,
@@ -281,7 +282,7 @@ def match_modules(
         scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, factor, problems)
         extras = check_lora_extras((layer, module), names, header, base, adapter_config, problems)
         if adapter_config is not None and module == base.embedding and (variant := adapter_config.linears_only):
-            what = f"has LoRA, and PEFT has no {variant} for embeddings; set it to null, it matters in training only"
+            what = f"has LoRA, and PEFT has no {variant} for embeddings; {LINEARS_ONLY[variant]}"
             problems.add(f"unsupported_{variant}", at, what)
         if group_size > 1 and (invocation or any(extras.values())):
             what = "PEFT applies no DoRA, lora_bias or aLoRA to pooled inputs (use_qalora); train again without it"
@@ -291,7 +292,7 @@ def match_modules(
     vocabulary = match_rows(groups, header, base, adapter_config, problems)
     rows, added = vocabulary.rows, () if adapter_config is None else adapter_config.added_tokens
     if invocation:
-        _check_activated(invocation, tuple(modules), bool(saved or rows or added), base, problems)
+        _check_activated(invocation, bool(saved or rows or added), base, problems)
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
     notices |= dict.fromkeys([*notices_of(tuple(modules), saved, base), *row_notices(rows)])
     if adapter_config is not None and (unmatched := adapter_config.selection.unmatched):
@@ -318,20 +319,11 @@ def match_modules(
     )
 
 
-def _check_activated(
-    tokens: tuple[int, ...],
-    modules: tuple[LoraModule, ...],
-    has_more: bool,
-    base: BaseShapes,
-    problems: ProblemList,
-) -> None:
+def _check_activated(tokens: tuple[int, ...], has_more: bool, base: BaseShapes, problems: ProblemList) -> None:
     """Refuse parts of an aLoRA that act before its invocation tokens, too, and tokens that the base does not have."""
     field = "alora_invocation_tokens"
     if base.vocab_size and max(tokens) >= base.vocab_size:
         problems.add(f"invalid_{field}", field, f"has token {max(tokens)}; this base has {base.vocab_size} tokens")
-    if any(module.module == base.embedding for module in modules):
-        why = "does not go with LoRA on the embedding, in PEFT neither"
-        problems.add(f"unsupported_{field}", field, f"{why}; leave it out of target_modules and train again")
     if has_more:
         problems.add(
             f"unsupported_{field}",

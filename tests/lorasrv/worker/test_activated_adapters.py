@@ -185,6 +185,24 @@ def test_parts_that_peft_applies_everywhere_are_refused(directory: Path, tmp_pat
         llm.add_adapter("everywhere", tmp_path)
 
 
+@pytest.mark.parametrize("own", [{"alora_invocation_tokens": INVOCATION}, {"velora_config": {}}], ids=str)
+def test_the_embedding_has_no_variant_for_linears(directory: Path, tmp_path: Path, own: dict[str, Any]) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "embed_tokens"])
+    model = quietly(get_peft_model, plain_model(directory), config)
+    quietly(partial(model.save_pretrained, tmp_path, save_embedding_layers=False))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    with pytest.raises(ValueError, match="Invalid or unsupported variant combination"):
+        quietly(PeftModel.from_pretrained, plain_model(directory), tmp_path)
+    with (
+        checked_engine(directory, kernels="numba") as llm,
+        pytest.raises(AdapterInvalid, match=f"PEFT has no {next(iter(own))} for embeddings"),
+    ):
+        llm.add_adapter("embedding", tmp_path)
+
+
 def test_without_tokens_it_is_a_plain_lora_and_with_them_no_part_of_a_sum(
     directory: Path, folders: dict[str, Path], tmp_path: Path, models: dict[str | None, Any]
 ) -> None:
