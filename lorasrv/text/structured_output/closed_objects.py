@@ -1,9 +1,9 @@
 """Close the objects of a JSON schema: each has only the properties that its schema lists, unless the schema says which
 others it may have.
 
-The rule is that of OpenAI's strict mode, for the schemas that it accepts. What other schemas combine stays open: parts
-of an `allOf` would exclude each other's properties, as they do with vLLM's `disable_additional_properties`. What
-closing leaves is always valid for the schema as it was given, and never nothing if there was something.
+The rule is that of OpenAI's strict mode. Combinations stay open: if each part of an `allOf` were closed, as vLLM's
+`disable_additional_properties` does, it would exclude the properties of the other parts. An answer that fits the closed
+schema also fits the schema as it was given, and closing never makes a schema impossible to satisfy.
 """
 
 from collections.abc import Collection, Iterator, Mapping
