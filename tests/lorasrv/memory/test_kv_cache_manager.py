@@ -184,3 +184,15 @@ def test_the_cheaper_of_swapping_and_computing_again_within_the_bytes_there_are(
     swap.free(A)
     assert swap.should_swap(10, 1)
     assert list(swap.holders()) == []
+
+
+def test_pages_before_an_alora_acts_are_the_bases_and_stay_when_it_is_evicted(kv: Tables) -> None:
+    ids = list(range(16))
+    kv.open(A, MIA, "", home=MIA, active_from=9)
+    assert kv.allocate(A, 0, len(ids)) == ()
+    kv.cache_full_pages(A, ids, len(ids))
+    kv.free(A)
+    kv.prefixes.on_adapter_evicted(MIA)
+    assert (kv.prefixes.num_cached, kv.prefixes.num_orphaned) == (2, 2)
+    assert kv.attached(B, ids) == 8
+    kv.check()

@@ -134,6 +134,12 @@ def test_a_request_waits_for_its_peer_and_others_do_not() -> None:
     )
 
 
+def test_the_prompt_of_an_alora_is_computed_here() -> None:
+    server = Server()
+    server.ask("a", active_from=9)
+    assert not server.step().snapshots.loads
+
+
 def test_what_is_here_is_not_asked_for_and_not_counted() -> None:
     server = Server()
     hashes = server.computed_prompt()
