@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lorasrv.errors import UnsupportedFormat
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 LEVELS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
 GROUPS = {"int8": (32, 64, 128), "int4": (32, 64, 128), "q3h": (64, 128)}

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_ops.affine import (
+from sgmv_kernels.cpu_arguments.affine import (
     NUM_ARGS,
     NUM_TASKS,
     PLACE,

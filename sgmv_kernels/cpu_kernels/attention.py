@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS, K8V4_STEPS
-from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, make_attention, pages_from
-from sgmv_kernels.cpu_ops.attention import (
+from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
     DIM,
     HEADS,
@@ -20,6 +18,8 @@ from sgmv_kernels.cpu_ops.attention import (
     PAGE_BYTES,
     VALUES,
 )
+from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS, K8V4_STEPS
+from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, make_attention, pages_from
 from sgmv_kernels.cpu_simd.elementwise import scaled
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import Intrinsic, interleave, make_beside, make_mul, make_paged_mul

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgmv_kernels.cpu_ops.attention import (
+from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
     DIM,
     HEADS,

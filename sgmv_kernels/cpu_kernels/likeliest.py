@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.backend import NO_TOKEN
-from sgmv_kernels.cpu_ops.likeliest import LOGITS, NUM_ARGS, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
-from sgmv_kernels.cpu_ops.linear import PEAK_BYTES
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.likeliest import LOGITS, NOT_FINITE, NUM_ARGS, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
+from sgmv_kernels.cpu_arguments.linear import PEAK_BYTES
 from sgmv_kernels.cpu_simd.elementwise import row_peak
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, put_i64, take_next
@@ -19,7 +18,7 @@ _BLOCK = 1024
 
 @kernel_part
 def find_peak(x, width):  # type: ignore[no-untyped-def]
-    """Return the largest of the numbers at x and its index (the first of equals); NaN and `NO_TOKEN` if one is NaN or
+    """Return the largest of the numbers at x and its index (the first of equals); NaN and `NOT_FINITE` if one is NaN or
     infinite."""
     best, at = np.float32(-np.inf), np.int64(0)
     for first in range(0, width, _BLOCK):
@@ -27,7 +26,7 @@ def find_peak(x, width):  # type: ignore[no-untyped-def]
         if peak > best:
             best, at = peak, np.int64(first)
         elif peak != peak:
-            return peak, np.int64(NO_TOKEN)
+            return peak, np.int64(NOT_FINITE)
     while f32(x, at) != best:
         at += 1
     return best, at
@@ -60,5 +59,5 @@ def _highest(peaks, count, stride):  # type: ignore[no-untyped-def]
         if peak > best:
             best, at = peak, i32(peaks + i * stride, 1)
         elif peak != peak:
-            return np.int64(NO_TOKEN)
+            return np.int64(NOT_FINITE)
     return at

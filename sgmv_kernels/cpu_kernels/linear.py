@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.likeliest import find_peak
-from sgmv_kernels.cpu_kernels.linear_amx import make_amx
-from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks, round_ordered_blocks
-from sgmv_kernels.cpu_ops.linear import (
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.linear import (
     AMX_FROM,
     BIAS,
     CODE_BYTES,
@@ -39,7 +37,9 @@ from sgmv_kernels.cpu_ops.linear import (
     X,
     Y,
 )
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
+from sgmv_kernels.cpu_kernels.likeliest import find_peak
+from sgmv_kernels.cpu_kernels.linear_amx import make_amx
+from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks, round_ordered_blocks
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, configure_amx, end_amx
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
@@ -55,7 +55,7 @@ from sgmv_kernels.cpu_simd.quant_matmul import (
     unpack_entries,
     unpack_sevens,
 )
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
+from sgmv_kernels.formats.weight_codes import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
 
 ROWS = 4 if VECTORS == 2 else MOST_ROWS
 """Rows whose integer sums are kept in registers at a time: eight of sixteen registers, or sixteen of 32."""

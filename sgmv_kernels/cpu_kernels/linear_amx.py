@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from sgmv_kernels.cpu_ops.linear import (
+from sgmv_kernels.cpu_arguments.linear import (
     CODE_BYTES,
     CODES,
     GROUP,
@@ -19,7 +19,7 @@ from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, make_amx_product, make_un
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX
 from sgmv_kernels.cpu_simd.quant_matmul import LINE, TILES_AT_ONCE
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, TILE
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, TILE
 
 AMX_CHUNK = 192
 """Inputs that are unpacked and multiplied together (a larger group alone): their integer sums stay in the L1 cache."""

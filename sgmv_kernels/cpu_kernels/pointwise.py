@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
-from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks
-from sgmv_kernels.cpu_ops.pointwise import (
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.pointwise import (
     CODES,
     COLUMNS,
     FLOAT,
@@ -36,7 +35,8 @@ from sgmv_kernels.cpu_ops.pointwise import (
     B,
     C,
 )
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
+from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
+from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks
 from sgmv_kernels.cpu_simd.elementwise import (
     add_square_sum,
     capped,
@@ -75,8 +75,8 @@ from sgmv_kernels.cpu_simd.memory_access import (
     put_row,
     take_next,
 )
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROUND_ROWS
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROUND_ROWS
 
 
 def add(raw: Any) -> None:

@@ -14,7 +14,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sgmv_kernels.cpu_runtime.team import (
+from sgmv_kernels.cpu_arguments.team import (
     BASE,
     CLOCK,
     COUNT,

@@ -4,7 +4,7 @@ from typing import Any
 
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_matmul import ROWS_BLOCK, UNITS, make_rounding
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROW_GROUP
 
 
 @kernel_part

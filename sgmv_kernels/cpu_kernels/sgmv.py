@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_kernels.program import add_shared, wait_for
-from sgmv_kernels.cpu_ops.sgmv import (
+from sgmv_kernels.cpu_arguments.sgmv import (
     ARE_CODES,
     BEGIN,
     BLOCK,
@@ -47,6 +46,7 @@ from sgmv_kernels.cpu_ops.sgmv import (
     X,
     Y,
 )
+from sgmv_kernels.cpu_kernels.program import add_shared, wait_for
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, INT8, f32, i32, itemsize, put_f32, take_next

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_ops.slots import (
+from sgmv_kernels.cpu_arguments.slots import (
     LAYER_BYTES,
     MOVES,
     NUM_ARGS,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_ops.weight_rows import (
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.weight_rows import (
     CODE_BYTES,
     COUNT,
     DATA,
@@ -26,11 +27,9 @@ from sgmv_kernels.cpu_ops.weight_rows import (
     TABLE,
     ZEROS,
 )
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS
 from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import FP16, byte, f32, i32, i64, number, put_f32, take_next
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, STEP_GROUPS, TILE
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, STEP_GROUPS, TILE
 
 _QUAD, _LINE = 4, 4 * TILE
 _HALF = CODE_BLOCK // 2

@@ -3,16 +3,13 @@
 import numpy as np
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.affine import NUM_TASKS, PLACE, PLACE_BYTES, SLAB, TASKS, VECTORS, WIDTH, Y
 from sgmv_kernels.cpu_runtime.launch import Part, launch
 from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
 MODULE = "affine"
-NUM_TASKS, TASKS, VECTORS, PLACE_BYTES, Y, WIDTH, SLAB, PLACE = range(2, 10)
-"""Indices in the kernel's arguments, after the counters. PLACE: number of (layer, place) pairs before this one."""
-NUM_ARGS = PLACE + 1
-TASK_INTS = 3
 
 
 def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:

@@ -12,6 +12,39 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import Scoring
+from sgmv_kernels.cpu_arguments.attention import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KEY_SCALES,
+    KEYS,
+    KV_HEADS,
+    LENS,
+    NUM_TASKS,
+    OUT,
+    PAGE,
+    PAGE_BYTES,
+    POSITIONS,
+    ROWS,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLOPES,
+    SOFTCAP,
+    STARTS,
+    TABLE_WIDTH,
+    TABLES,
+    TASK_INTS,
+    TASKS,
+    THREADS,
+    TREES,
+    VALUE_MINIMA,
+    VALUE_SCALES,
+    VALUES,
+    WINDOW,
+    WORDS,
+    Q,
+)
 from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.formats import kv_format as formats
@@ -24,14 +57,6 @@ BLOCK_TOKENS = 128
 """Keys of one round of the online softmax; sums are rescaled once per block."""
 TASK_ROWS = 24
 """Rows of a task (query rows times query heads of a key head), few enough that their sums stay in the L1 cache."""
-TASK_INTS = 5
-NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
-DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
-SOFTCAP, TREES, WORDS, POSITIONS, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA, SLOPES, THREADS = range(23, 32)
-"""Indices in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64; trees, words and
-positions are 0 without draft trees, scales with pages of floats, minima with formats without minima, SLOPES without
-ALiBi."""
-NUM_ARGS = THREADS + 1
 ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "int8", "k8v4": "k8v4"}
 """KV formats that the kernels read, and the entry for each."""
 

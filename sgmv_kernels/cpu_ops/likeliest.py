@@ -8,13 +8,11 @@ product, as in CUTLASS.
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.likeliest import LOGITS, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
 from sgmv_kernels.cpu_ops.linear import peaks_of
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, empty, launch, rows_part
+from sgmv_kernels.cpu_runtime.launch import empty, launch, rows_part
 
 MODULE, ENTRY = "likeliest", "rows"
-LOGITS, ROW_BYTES, WIDTH, PEAKS, NUM_PEAKS, OUT = range(NUM_ROWS + 1, NUM_ROWS + 7)
-"""Indices in the kernel's arguments, after the counters and the rows. PEAKS: 0, or what `peaks_of` returns."""
-NUM_ARGS = OUT + 1
 
 
 def likeliest_cpu(logits: Tensor) -> Tensor:

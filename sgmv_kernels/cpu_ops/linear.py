@@ -14,13 +14,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.linear import (
+    AMX_FROM,
+    BIAS,
+    CODE_BYTES,
+    CODES,
+    DATA,
+    EARLY,
+    GROUP,
+    GROUPS,
+    LINES,
+    MOST_ROWS,
+    ORDER,
+    OUT,
+    PEAKS,
+    ROUND_BLOCKS,
+    ROW_BYTES,
+    SCRATCH,
+    SCRATCH_AGAIN,
+    SCRATCH_BYTES,
+    TABLE,
+    TASK_TILES,
+    TILES,
+    UNIT_BYTES,
+    UNITS,
+    WIDTH,
+    Y_WIDTH,
+    X,
+    Y,
+)
 from sgmv_kernels.cpu_ops.pointwise import round_last
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, pack_tiles
 from sgmv_kernels.cpu_ops.weight_rows import rows_cpu
 from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing
 from sgmv_kernels.cpu_runtime.kernel_names import needs_signed
 from sgmv_kernels.cpu_runtime.launch import (
-    NUM_ROWS,
     Words,
     empty,
     launch,
@@ -29,27 +57,21 @@ from sgmv_kernels.cpu_runtime.launch import (
     rows_part,
 )
 from sgmv_kernels.cpu_runtime.team import team_size
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, ROUND_ROWS, ROW_GROUP, TILE
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import (
+    CHUNK,
+    CODE_BLOCK,
+    INT4_LEVELS,
+    INT8_LEVELS,
+    Q3H_LEVELS,
+    ROUND_ROWS,
+    ROW_GROUP,
+    TILE,
+)
 
 MODULE = "linear"
-ROUND_BLOCKS = 8
-"""Blocks in a rounding task; a block is 32 neighbours of eight rows."""
-MOST_ROWS = 8
-"""Most rows whose integer sums a kernel keeps at a time."""
 TASKS_A_THREAD = 8
 """Tasks per thread: enough that a late thread costs little time."""
-WIDTH, X, CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(NUM_ROWS + 1, 9)
-TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_AGAIN, SCRATCH_BYTES, LINES = range(
-    9, 22
-)
-Y_WIDTH, ORDER, TABLE, EARLY, AMX_FROM, PEAKS = range(22, 28)
-"""Indices in the kernels' arguments, after the counters. EARLY: whether a thread takes tasks ahead. AMX_FROM: number of
-rows from which AMX registers are used, 0 for never. PEAKS: address of the largest outputs (`peaks_of`), 0 if they are
-not needed."""
-NUM_ARGS = PEAKS + 1
-PEAK_BYTES = 8
-"""Bytes of a peak: the number as fp32, and its index as int32."""
 ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 

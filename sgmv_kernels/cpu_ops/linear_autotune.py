@@ -27,8 +27,8 @@ from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime.amx import may_use_amx
 from sgmv_kernels.cpu_runtime.measurements import keep, kept
 from sgmv_kernels.cpu_runtime.processor import features
-from sgmv_kernels.formats.adapter_panels import ROW_GROUP
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, ROW_GROUP
 
 logger = logging.getLogger(__name__)
 CANDIDATES, GAIN = (64, 128, 256), 1.3

@@ -6,28 +6,15 @@ import numpy as np
 from torch import Tensor
 
 from sgmv_kernels.backend import Scoring
-from sgmv_kernels.cpu_ops.attention import (
-    ENTRIES,
-    KEY_SCALES,
-    KEYS,
-    OUT,
-    PAGE_BYTES,
-    SCALE,
-    SOFTCAP,
-    VALUE_MINIMA,
-    VALUE_SCALES,
-    CpuSequences,
-    Q,
-    tasks_part,
-)
+from sgmv_kernels.cpu_arguments.attention import KEY_SCALES, KEYS, OUT, PAGE_BYTES, SCALE, SOFTCAP, Q
+from sgmv_kernels.cpu_arguments.page_mass import NUM_OBSERVED, OBSERVED
+from sgmv_kernels.cpu_ops.attention import ENTRIES, CpuSequences, tasks_part
 from sgmv_kernels.cpu_runtime.launch import Part, launch
 from sgmv_kernels.formats import kv_format as formats
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 
 MODULE, PART = "page_mass", "page mass"
-OBSERVED, NUM_OBSERVED = VALUE_SCALES, VALUE_MINIMA
-"""Indices of arguments, in place of those of values: table [T] int32 of rows' indices in the sums, number of them."""
 
 
 def add_page_mass_cpu_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> None:

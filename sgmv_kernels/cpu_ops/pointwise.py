@@ -3,36 +3,42 @@
 import numpy as np
 from torch import Tensor
 
-from sgmv_kernels.cpu_runtime.launch import (
-    NUM_ROWS,
-    Part,
-    Words,
-    empty,
-    launch,
-    recorded_maker,
-    rows_are_now,
-    rows_part,
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.pointwise import (
+    CODES,
+    COLUMNS,
+    FLOAT,
+    HALF,
+    HEADS,
+    KEY_SCALES,
+    KEY_WIDTH,
+    KEYS,
+    KV_HEADS,
+    OUT,
+    PAGE,
+    PAGE_BYTES,
+    PAGES,
+    ROW_BYTES,
+    ROWS,
+    SLOTS,
+    UNIT_BYTES,
+    UNITS,
+    VALUE_MINIMA,
+    VALUE_SCALES,
+    VALUES,
+    WIDTH,
+    A,
+    B,
+    C,
 )
+from sgmv_kernels.cpu_runtime.launch import Part, Words, empty, launch, recorded_maker, rows_are_now, rows_part
 from sgmv_kernels.formats import kv_format as formats
-from sgmv_kernels.formats.adapter_panels import ROUND_ROWS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.formats.weight_codes import ROUND_ROWS
 
 MODULE = "pointwise"
-ROWS = 4
-"""Rows of a task, but for norms and activations: they have groups of rows, which the same thread may round. With fewer
-rows than two tasks have, a second thread is not worth waking."""
-COLUMNS = 512
-"""Columns of a task of an activation."""
 TAKEN, SAMPLED = "taken", "sampled"
 """Names of parts of a step that these kernels use."""
-A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
-PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
-"""Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
-HALF, KEY_SCALES, VALUE_SCALES, VALUE_MINIMA = range(PAGE_BYTES + 1, PAGE_BYTES + 5)
-CODES, ROW_BYTES, UNITS, UNIT_BYTES = range(VALUE_MINIMA + 1, VALUE_MINIMA + 5)
-"""Where the result goes as `cpu_ops.linear.RoundedRows`, too; CODES is 0 where it is not rounded."""
-KEY_WIDTH = UNIT_BYTES + 1
-NUM_ARGS = KEY_WIDTH + 1
 ROPE = {
     "bfloat16": "rope_bf16",
     "float16": "rope_fp16",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
 from sgmv_kernels.cpu_ops.attention import sequences_part
 from sgmv_kernels.cpu_ops.page_mass import PART as OBSERVED
@@ -20,7 +21,7 @@ from sgmv_kernels.cpu_ops.page_mass import masses_part
 from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.cpu_ops.weight_rows import PART as LOOKED_UP
 from sgmv_kernels.cpu_ops.weight_rows import ids_part
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, Words, recording
 from sgmv_kernels.cpu_runtime.team import team_size
 from sgmv_kernels.forward_pass import Angles, ProgramShape, Stages, StepTables
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses, SgmvPlan

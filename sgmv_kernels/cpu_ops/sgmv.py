@@ -13,10 +13,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.sgmv import (
+    ARE_CODES,
+    END,
+    EXPAND,
+    FACTOR,
+    FIRST_SLICE,
+    LAST_SLICE,
+    NUM_TASKS,
+    PANELS,
+    PERMUTATION,
+    PHASES,
+    PLACE,
+    PLACE_BYTES,
+    RECORDS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SHARE,
+    SHARES,
+    SHRINK,
+    SLAB,
+    TASK_INTS,
+    TASK_PHASES,
+    TASKS,
+    TILE_ROWS,
+    V_WIDTH,
+    WAITS,
+    WIDTHS,
+    X_WIDTH,
+    Y_WIDTH,
+    V,
+    X,
+    Y,
+)
 from sgmv_kernels.cpu_ops.affine import vectors_part
 from sgmv_kernels.cpu_runtime.launch import Part, Words, launch, recording_now
 from sgmv_kernels.cpu_runtime.team import team_size
-from sgmv_kernels.formats.adapter_panels import MAX_SLICES
 from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
@@ -27,19 +59,6 @@ BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the L2 cache while its panels are read."""
 FEW_ROWS = 8
 """Most rows of a segment whose weights are shared by threads: reading them takes longer than computing."""
-TILE_ROWS = 6
-"""Most rows of x that are multiplied by A at a time, in the thread's scratch memory."""
-SHRINK, EXPAND = 1, 2
-TASK_INTS = 11
-BLOCK, BEGIN, END, FIRST_SLICE, LAST_SLICE, ARE_CODES, FACTOR, TASK_PHASES, SHARE, SHARES, WAITS = range(TASK_INTS)
-"""Places in a task: the segment and its first and last place, the slices, whether weights are int8 codes, the bits of
-the segment's factor; which phases it does; which of how many shares of the rank rows and columns is its; and how many
-tasks must be complete before it."""
-PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
-X, X_WIDTH, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, DONE, WIDTHS = range(9, 21)
-"""Indices in the kernel's arguments, after the counters. PLACE is the number of (layer, site) pairs before this one;
-DONE counts the tasks that others wait for."""
-NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 

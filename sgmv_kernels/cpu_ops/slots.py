@@ -4,15 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sgmv_kernels.cpu_arguments.slots import (
+    LAYER_BYTES,
+    MOVES,
+    NUM_LAYERS,
+    NUM_MOVES,
+    PAGE_BYTES,
+    PLACES,
+    SLAB,
+    UNIT_BYTES,
+    UNITS,
+)
 from sgmv_kernels.cpu_runtime.launch import Part, launch
-from sgmv_kernels.cpu_runtime.team import COUNTERS
 from sgmv_kernels.formats.kv_pages import KvPages, layer_bytes
 from sgmv_kernels.metadata.segments import Int32
 
 MODULE, ENTRY = "slots", "copy"
-NUM_LAYERS, LAYER_BYTES, NUM_MOVES, MOVES, SLAB, PAGE_BYTES, PLACES, UNITS, UNIT_BYTES = range(COUNTERS, 11)
-"""Indices in the kernel's arguments, after the counters."""
-NUM_ARGS = UNIT_BYTES + 1
 
 
 def copy_slots_cpu(layers: Sequence[KvPages], moves: Int32) -> None:

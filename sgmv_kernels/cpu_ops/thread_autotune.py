@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_ops.linear import CpuLinear, linear_cpu, pack_linear_cpu
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, recording
 from sgmv_kernels.cpu_runtime.measurements import keep, kept
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 
 logger = logging.getLogger(__name__)
 FILE = "threads.json"

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sgmv_kernels.cpu_ops.weight_memory import WeightMemory
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, STEP_GROUPS, TILE
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import CHUNK, CODE_BLOCK, INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, STEP_GROUPS, TILE
 
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
 """Bytes of 64 codes, by their levels."""

@@ -4,21 +4,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
+from sgmv_kernels.cpu_arguments.weight_rows import (
+    CODE_BYTES,
+    COUNT,
+    DATA,
+    FLOAT,
+    GROUP,
+    HALF,
+    IDS,
+    KIND,
+    LEVELS,
+    ORDER,
+    OUT,
+    RUN_BYTES,
+    RUNS,
+    STEPS,
+    TABLE,
+    ZEROS,
+)
 from sgmv_kernels.cpu_ops.weight_packing import CodeTiles, Factors
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, empty, launch
-from sgmv_kernels.formats.adapter_panels import TILE
+from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
+from sgmv_kernels.formats.weight_codes import TILE
 
 MODULE, ENTRY, PART = "weight_rows", "rows", "looked up"
-IDS, DATA, RUNS, RUN_BYTES, CODE_BYTES, GROUP, LEVELS, KIND, COUNT, TABLE, ORDER, OUT = range(
-    NUM_ROWS + 1, NUM_ROWS + 13
-)
-"""Indices in the kernel's arguments, after the counters and the rows. RUNS: groups of a row, or runs of groups that
-share steps; GROUP: inputs of a group or run; COUNT: 2 if there are minima or zeros, else 1."""
-NUM_ARGS = OUT + 1
-HALF, FLOAT, STEPS = range(3)
-"""Values of KIND: scales are fp16, fp32, or int8 that share fp16 steps."""
-ZEROS = 4
-"""Added to KIND if the second factor is a zero, not a minimum."""
 
 
 def rows_cpu(tiles: CodeTiles, ids: Tensor) -> Tensor:

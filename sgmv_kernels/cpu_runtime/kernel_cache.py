@@ -28,8 +28,7 @@ from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 from sgmv_kernels.cpu_runtime.processor import name_and_features
 
 logger = logging.getLogger(__name__)
-_KERNELS = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py"
-_SOURCES = *_KERNELS, "formats/*.py", "backend.py"
+_SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_arguments/*.py", "formats/*.py", "cpu_runtime/kernel_cache.py"
 """Files with the constants and the code that kernels are compiled from."""
 
 

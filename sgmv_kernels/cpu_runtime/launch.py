@@ -18,13 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.block import COUNTERS, NUM_ROWS, WORDS
 from sgmv_kernels.cpu_runtime.kernel_compiler import kernel_address
-from sgmv_kernels.cpu_runtime.team import COUNTERS, Team, arguments, run, take_team, team_size
+from sgmv_kernels.cpu_runtime.team import Team, arguments, run, take_team, team_size
 
-WORDS = 32
-"""Words of a block, including the two counters."""
-NUM_ROWS = COUNTERS
-"""Index of the number of rows, in all kernels that loop over rows."""
 ROWS = "rows"
 """Name of the part that holds the number of rows of a step."""
 Words = Mapping[int, int]

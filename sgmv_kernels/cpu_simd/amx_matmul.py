@@ -28,7 +28,7 @@ from sgmv_kernels.cpu_simd.quant_ir import (
 )
 from sgmv_kernels.cpu_simd.quant_matmul import CODES, LINE, ROWS_BLOCK, TILES_AT_ONCE, UNITS
 from sgmv_kernels.cpu_simd.vector_ir import LANES, Emitter, Value, align_spills, c64, loop_of
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROW_GROUP, TILE
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROW_GROUP, TILE
 
 AMX_ROWS = ROW_GROUP
 """Rows that are multiplied at a time."""

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from sgmv_kernels.cpu_runtime.amx import NEEDED_BY_AMX
 from sgmv_kernels.cpu_runtime.processor import IS_ARM, SIGNED_DOT, features
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Value
-from sgmv_kernels.formats.adapter_panels import TILE
+from sgmv_kernels.formats.weight_codes import TILE
 
 VECTORS = TILE // LANES
 """Vectors of a tile's line."""

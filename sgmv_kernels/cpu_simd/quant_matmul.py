@@ -31,7 +31,7 @@ from sgmv_kernels.cpu_simd.quant_ir import (
     store_vector,
 )
 from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Emitter, Value, align_spills, c64, itemsize_of, loop_of
-from sgmv_kernels.formats.adapter_panels import CODE_BLOCK, ROUND_ROWS, ROW_GROUP, STEP_GROUPS, TILE
+from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROUND_ROWS, ROW_GROUP, STEP_GROUPS, TILE
 
 LEVELS = 127
 LINE = 4 * TILE

@@ -45,16 +45,6 @@ MAX_RANK = 256
 """Highest rank of one slice that kernels are built and tested for."""
 MAX_SLICES = 3
 RECORD_INTS = 1 + MAX_SLICES
-TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
-"""Blocks in which the CPU kernels process a quantized weight: outputs; neighbouring inputs, which divide a group; most
-inputs that are unpacked together.
-"""
-STEP_GROUPS = 8
-"""Number of groups of a quantized weight whose factors share a step (`group_quant`)."""
-ROW_GROUP = 16
-"""Rows whose rounded activations are stored together, so that the rows that a CPU kernel multiplies are adjacent."""
-ROUND_ROWS = 8
-"""Rows that are rounded at a time, a divisor of `ROW_GROUP`."""
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""
 

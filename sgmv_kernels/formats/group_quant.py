@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import STEP_GROUPS
-
-INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS = 256, 16, 11
-"""Number of values of a code. 11 levels take 3.46 bits: two codes fit into seven bits."""
-
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, STEP_GROUPS
 
 _BY_OUTPUT, _SHARED = ("codes", "scales", "minima", "zeros", "steps"), ("order", "table")
 """Tensors of a weight that have a row for each output, and the other tensors."""

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import PackedLinear
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig, dequantize_above, device_name, linear_config
 from sgmv_kernels.triton_ops.common import MOST_REGISTERS, cast, dot, finished, kernel, product_dtype
 from sgmv_kernels.triton_ops.unpacking import halves_of, number_of, weights_of_int4, weights_of_int8

@@ -9,7 +9,7 @@ from typing import Any
 
 import triton.language as tl
 
-from sgmv_kernels.formats.group_quant import INT4_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 from sgmv_kernels.triton_ops.common import INTERPRETED, kernel
 
 _INT4 = tl.constexpr(INT4_LEVELS)

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import STEP_GROUPS
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, STEP_GROUPS
 from sgmv_kernels.triton_ops.common import kernel
 
 RUN = 8

@@ -28,9 +28,9 @@ from gpu_cases import (
 )
 
 from sgmv_kernels.backend import Scoring
-from sgmv_kernels.formats.group_quant import INT4_LEVELS
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.linear import through_blas

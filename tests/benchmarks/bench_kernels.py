@@ -39,13 +39,15 @@ from harness import arguments, row, table
 from torch import Tensor
 
 from sgmv_kernels.backend import Scoring, load_backend
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_runtime import team
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, recording
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops

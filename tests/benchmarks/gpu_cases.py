@@ -22,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops

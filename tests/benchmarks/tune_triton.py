@@ -42,7 +42,7 @@ from gpu_cases import (
     with_config,
 )
 
-from sgmv_kernels.formats.group_quant import Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import attention as triton_attention
 from sgmv_kernels.triton_ops import kernel_compiler

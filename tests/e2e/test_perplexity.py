@@ -34,8 +34,9 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 from sgmv_kernels.ops import Ops
 
 TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from quantized_codes import FILE_KINDS, random_codes, random_file_codes, random_packed
 from torch import Tensor
 
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_ops import linear, linear_autotune
 from sgmv_kernels.cpu_ops.linear import linear_parts_cpu, pack_linear_cpu
 from sgmv_kernels.cpu_runtime import amx, launch, measurements
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX, HAS_BYTE_DOT, LANES
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 EMULATED = "LORASRV_TEST_AMX_EMULATED"
 with_amx = pytest.mark.skipif(not HAS_AMX, reason="the kernels of this process have no AMX")

@@ -17,22 +17,18 @@ from quantized_codes import FILE_KINDS, random_codes, random_file_codes, random_
 from torch import Tensor
 
 from sgmv_kernels.backend import NO_TOKEN
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS, WORDS
+from sgmv_kernels.cpu_arguments.linear import NUM_ARGS, PEAKS
 from sgmv_kernels.cpu_ops import linear as linear_cpu
 from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime import launch, measurements
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, WORDS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, recording
 from sgmv_kernels.cpu_simd.quant_ir import HAS_PAIR_DOT, HAS_SIGNED_DOT
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.group_quant import (
-    INT4_LEVELS,
-    INT8_LEVELS,
-    Q3H_LEVELS,
-    GroupQuantizedWeight,
-    join_codes,
-    stack_codes,
-)
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, join_codes, stack_codes
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import linear_reference
 
@@ -343,7 +339,7 @@ def test_a_recorded_linear_finds_its_largest_outputs(is_capped: bool) -> None:
 
     with recording() as recorded:
         y, got = chosen()
-    assert (launch_words(recorded, "linear")[linear_cpu.PEAKS] == 0) == is_capped, "which launch looks for them"
+    assert (launch_words(recorded, "linear")[PEAKS] == 0) == is_capped, "which launch looks for them"
     program = Program(recorded)
     for count in (11, 9, 1):
         got.fill_(-7)
@@ -513,7 +509,7 @@ def test_steps_that_contradict_their_codes(wrong: dict[str, Any]) -> None:
 
 
 def test_kernels_fit_their_block() -> None:
-    assert linear_cpu.NUM_ARGS <= WORDS
+    assert NUM_ARGS <= WORDS
     assert ctypes.sizeof(ctypes.c_int64) * WORDS == 256
 
 

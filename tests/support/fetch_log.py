@@ -10,7 +10,8 @@ import torch
 from llvmlite import ir
 
 from sgmv_kernels.backend import Scoring
-from sgmv_kernels.cpu_ops.attention import THREADS, sequences_part
+from sgmv_kernels.cpu_arguments.attention import THREADS
+from sgmv_kernels.cpu_ops.attention import sequences_part
 from sgmv_kernels.cpu_runtime import kernel_cache, launch
 from sgmv_kernels.cpu_simd.vector_ir import Emitter
 from sgmv_kernels.formats.kv_format import KV_FORMATS

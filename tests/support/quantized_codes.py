@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 
 def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:

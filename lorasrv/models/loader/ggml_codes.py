@@ -22,7 +22,8 @@ from lorasrv.models.loader.ggml_dequant import decode
 from lorasrv.models.loader.gguf_file import BLOCK, GgmlType, TensorInfo
 from lorasrv.models.loader.packed.rounded import ROUNDED, round_to_bytes
 from lorasrv.models.loader.packed.unpacking import exact_scales
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS
 
 METHOD = "gguf"
 _SUBBLOCKS = 8

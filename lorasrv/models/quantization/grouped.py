@@ -20,7 +20,8 @@ from lorasrv.models.code_format import GROUPS, LEVELS
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.rounding import check_group, indivisible_reason, round_asymmetric, round_symmetric
 from sgmv_kernels.backend import PackedLinear
-from sgmv_kernels.formats.group_quant import INT8_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT8_LEVELS
 from sgmv_kernels.ops import Ops
 
 INT8_GROUP = 32

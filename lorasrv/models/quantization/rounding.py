@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedFormat
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS
 
 _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127

@@ -12,7 +12,8 @@ from torch import Tensor
 from lorasrv.models.quantization.base import Acceptance, StoredWeights
 from lorasrv.models.quantization.grouped import GroupQuantFormat
 from lorasrv.models.quantization.rounding import table_codes
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 
 _SMALLEST = 2.0**-126
 """Smallest normal number of fp32: no group's largest magnitude may become 0."""

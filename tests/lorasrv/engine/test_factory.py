@@ -29,8 +29,9 @@ from lorasrv.worker.base_format import make_ops
 from lorasrv.worker.model_runner import ModelRunner
 from sgmv_kernels import ops
 from sgmv_kernels.cpu_ops import backend as backend_numba
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 from sgmv_kernels.ops import Ops
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from lorasrv.models.quantization.grouped import GroupQuantFormat
 from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize, read_formats
 from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.formats.group_quant import INT4_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"))

@@ -158,8 +158,8 @@ class Server:
         from lorasrv.worker.device_pool import DevicePool
         from lorasrv.worker.exchange import Exchange
         from lorasrv.worker.warm_up import WarmUpSteps
-        from sgmv_kernels.formats.group_quant import INT8_LEVELS
         from sgmv_kernels.formats.kv_format import KV_FORMATS
+        from sgmv_kernels.formats.weight_codes import INT8_LEVELS
         from sgmv_kernels.ops import Ops
         from sgmv_kernels.triton_ops import block_sizes
 
@@ -292,7 +292,7 @@ def part_of_head(spec: Any, ops: Any) -> Any:
 
     from lorasrv.distributed.rank_spec import width
     from lorasrv.worker.weights import AbsentHead
-    from sgmv_kernels.formats.group_quant import INT8_LEVELS
+    from sgmv_kernels.formats.weight_codes import INT8_LEVELS
 
     if not spec.part.is_last:
         return AbsentHead()

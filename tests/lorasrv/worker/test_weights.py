@@ -15,7 +15,8 @@ from lorasrv.models.loader import Checkpoint, WeightMeter, open_checkpoint
 from lorasrv.models.loader.gguf_file import GgufFile
 from lorasrv.models.quantization import get_format
 from lorasrv.worker.weights import ModelWeights, load_weights
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS
 from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"), "torch")

@@ -14,7 +14,7 @@ from lorasrv.worker.host_memory import resident_bytes
 from sgmv_kernels.cpu_ops import weight_memory
 from sgmv_kernels.cpu_ops.weight_memory import WeightMemory
 from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
-from sgmv_kernels.formats.group_quant import INT4_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+.*\n(?:\w+:.*\n)*?VmFlags: (.*)\n")
 

@@ -158,7 +158,8 @@ address_of("linear", sys.argv[1])
 """
 TOGETHER = """
 import torch
-from sgmv_kernels.formats.group_quant import GroupQuantizedWeight, INT4_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import linear_reference
 ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(3, 128)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from server import eventually
 
+from sgmv_kernels.cpu_arguments import team
+from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_kernels import program as kernel
-from sgmv_kernels.cpu_runtime import team
-from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.team import take_team
 from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"), "numba")
@@ -83,7 +85,7 @@ def test_the_others_go_on_alone(program) -> None:
 
 def test_without_others_it_is_computed_in_the_end(program) -> None:
     """Another thread has the team."""
-    taken = team.take_team(3)
+    taken = take_team(3)
     try:
         begin(program)
         program.made.take_part(1e-4)

@@ -22,9 +22,10 @@ from compiled_kernels import Compiler, Facts, compiling
 
 from sgmv_kernels.backend import Scoring
 from sgmv_kernels.formats.adapter_panels import GAIN, SHIFT, AdapterLayout, SiteDims
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.metadata.draft_trees import build_trees
 from sgmv_kernels.metadata.plans import PageMasses, SgmvPlan, plan_of
 from sgmv_kernels.metadata.segments import build_segments

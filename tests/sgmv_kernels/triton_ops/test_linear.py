@@ -9,7 +9,8 @@ import torch
 from quantized_codes import random_codes, random_file_codes
 
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops import linear as linear_triton
 from sgmv_kernels.triton_ops import unpacking

@@ -16,7 +16,7 @@ from kernel_pools import KernelPool
 from quantized_codes import random_codes
 
 from sgmv_kernels.formats.adapter_panels import SiteDims
-from sgmv_kernels.formats.group_quant import INT8_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 MOST_GROUP = 128
 """Largest group size that every backend supports. For larger groups, scales and minima are repeated."""

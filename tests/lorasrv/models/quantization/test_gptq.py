@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lorasrv.models.quantization.gptq import RANGES, output_error, round_to_outputs
 from lorasrv.models.quantization.rounding import fit_range, round_asymmetric
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, Q3H_LEVELS
 
 LEVELS = pytest.mark.parametrize("levels", [INT4_LEVELS, Q3H_LEVELS])
 

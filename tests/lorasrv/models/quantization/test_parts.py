@@ -18,7 +18,7 @@ from lorasrv.models.quantization.base import StoredWeights
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
 from lorasrv.worker.base_format import choose_format
 from lorasrv.worker.weights import load_weights
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 
 OPS = Ops(torch.device("cpu"))

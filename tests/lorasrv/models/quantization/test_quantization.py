@@ -19,7 +19,8 @@ from lorasrv.models.quantization.tables import TableFormat
 from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.base_format import choose_format
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 from sgmv_kernels.ops import Ops
 
 OF_FILES = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "eetq", "gguf", "mixed")

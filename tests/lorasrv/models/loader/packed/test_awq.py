@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
-from sgmv_kernels.formats.group_quant import INT4_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 

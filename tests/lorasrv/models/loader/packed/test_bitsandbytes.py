@@ -14,7 +14,7 @@ from torch import Tensor
 from lorasrv.errors import ModelError, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.quantization.rounding import byte_table, round_symmetric
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS
 
 LINEARS = {"int8": 14, "nf4": 14, "fp4": 13}
 

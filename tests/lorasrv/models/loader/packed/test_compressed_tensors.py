@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 QUERIES = "model.layers.1.self_attn.q_proj"
 KINDS = ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")

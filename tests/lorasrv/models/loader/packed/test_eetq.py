@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorasrv.errors import ModelError
 from lorasrv.models.loader import open_checkpoint
-from sgmv_kernels.formats.group_quant import INT8_LEVELS
+from sgmv_kernels.formats.weight_codes import INT8_LEVELS
 
 CONFIG = {"quant_method": "eetq", "weights": "int8", "modules_to_not_convert": ["lm_head"]}
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.loader import open_checkpoint
-from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.weight_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:4.2.5"]}}
