@@ -21,11 +21,9 @@ from adapter_store.errors import StoreUnusable
 from adapter_store.registry.feed import is_followed
 from adapter_store.storage.root_lock import opening_errors
 from api import early_stop
-from api.app import create_app
 from api.asgi.draining_server import DrainingServer
 from api.auth.key_store import KeyStore, has_keys
 from api.config.device_defaults import fitted
-from api.config.lora_modules import register_modules
 from api.config.settings import ServerSettings
 from api.observability.profile import check_profile_path, profile_written
 from api.replication.follower import Follower, first_page
@@ -218,6 +216,8 @@ def serve_on(
         compilation = compiling_early.enter_context(compiling(common))
         if compilation is not None:
             compiling_early.enter_context(early_stop.closing(compilation.end))
+        from api.app import create_app
+        from api.config.lora_modules import register_modules
         from api.replication.store_engine import StoreEngine
         from lorasrv.engine.async_engine import AsyncEngine
         from lorasrv.models.loader.locate import read_tokenizer

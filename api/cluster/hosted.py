@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from api.config.lora_modules import ModulesRefused
+from api.config.lora_module_path import ModulesRefused
 from api.server import Ready, Running, bind, serve_on
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ An item is `name=path`, or JSON with `name`, `path` and `base_model_name`.
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ class LoraModulePath:
     path: Path
     # Compared with the name of the base model; a difference is only a warning.
     base_model_name: str | None = None
+
+
+class ModulesRefused(Exception):
+    """Report modules that cannot be served; `reasons` has a line per problem, which begins with the module's name."""
+
+    def __init__(self, names: Sequence[str], reasons: Sequence[str]) -> None:
+        super().__init__(f"--lora-modules: refused: {', '.join(names)}")
+        self.reasons = list(reasons)
 
 
 def parse_modules(value: object) -> tuple[LoraModulePath, ...]:

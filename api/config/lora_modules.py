@@ -26,21 +26,13 @@ from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import validate_adapter
-from api.config.lora_module_path import LoraModulePath
+from api.config.lora_module_path import LoraModulePath, ModulesRefused
 from api.errors import ApiError
 from lorasrv.text.own_tokenizers import with_own_tokens
 from lorasrv.text.tokenizer import Tokenizer
 
 ReadTokenizer = Callable[[], Tokenizer]
 _LOG = logging.getLogger(__name__)
-
-
-class ModulesRefused(Exception):
-    """Report modules that cannot be served; `reasons` has a line per problem, which begins with the module's name."""
-
-    def __init__(self, names: Sequence[str], reasons: Sequence[str]) -> None:
-        super().__init__(f"--lora-modules: refused: {', '.join(names)}")
-        self.reasons = list(reasons)
 
 
 def register_modules(

@@ -101,7 +101,7 @@ def serve(
     Every option can also be set as LORASRV_NAME in the environment, or in a TOML file: lorasrv config init writes one.
     """
     flags = given_settings(ctx)
-    from api.config.lora_modules import ModulesRefused
+    from api.config.lora_module_path import ModulesRefused
     from api.config.sources import Sources, unknown_variables
     from api.observability.logs import written
     from api.server import CannotStart

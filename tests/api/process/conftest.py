@@ -24,7 +24,7 @@ def refused(cli: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
     def serves(*_: object) -> None:
         raise AssertionError(NOT_REFUSED)
 
-    monkeypatch.setattr("api.server.create_app", serves)
+    monkeypatch.setattr("api.app.create_app", serves)
 
     def run(*arguments: object) -> SimpleNamespace:
         done = cli(*arguments)
