@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sgmv_kernels.formats.adapter_panels import PANEL_RANKS, RowTokens
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.plans import SgmvPlan
 
 Shrink = Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
@@ -21,18 +22,21 @@ def own_embeddings_torch_(
     """See `ops.Ops.own_embeddings_`."""
     tables, device, width = plan.tables, ids.device, x.shape[1]
     numbers = slabs.view(-1).view(plan.dtype)
-    permutation, panels = (torch.from_numpy(own).to(device) for own in (tables.permutation, tables.panels))
+    firsts = tables.records[:, site, :, 0].T
+    known_tokens = [own.tokens[site] for own in tokens]
+    permutation, panels, first_panels, *held = upload(
+        [tables.permutation, tables.panels, firsts.ravel(), *known_tokens], device
+    )
     columns = torch.arange(width, device=device)
     for s, (begin, end) in enumerate(tables.bounds.tolist()):
-        known = torch.from_numpy(tokens[s].tokens[site]).to(device)
+        known, first = held[s], first_panels.view(firsts.shape)[s]
         if not len(known):
             continue
         rows = permutation[begin:end]
         own = ids[rows]
         at = torch.searchsorted(known, own).clamp_(max=len(known) - 1)
         block, inside = at // tokens[s].widths[site], at % tokens[s].widths[site]
-        firsts = torch.from_numpy(tables.records[:, site, s, 0].copy()).to(device)
-        offsets = panels[firsts[block] + 1 + inside // PANEL_RANKS].long() * (ALIGNMENT_BYTES // plan.dtype.itemsize)
+        offsets = panels[first[block] + 1 + inside // PANEL_RANKS] * (ALIGNMENT_BYTES // plan.dtype.itemsize)
         offsets += inside % PANEL_RANKS * width + block % len(slabs) * (slabs.shape[1] // plan.dtype.itemsize)
         found = numbers[offsets[:, None] + columns].to(x.dtype)
         x[rows] = torch.where((known[at] == own)[:, None], found, x[rows])
@@ -58,8 +62,7 @@ def own_logits_(
         for s, (begin, end) in enumerate(bounds):
             if count := len(tokens[s].block(site, layer)):
                 parts[s].append(v[begin:end, :count])
-    permutation = torch.from_numpy(tables.permutation).to(device)
+    permutation, *known = upload([tables.permutation, *(own.tokens[site] for own in tokens)], device)
     for s, (begin, end) in enumerate(bounds):
         if parts[s]:
-            known = torch.from_numpy(tokens[s].tokens[site]).to(device)
-            logits[permutation[begin:end, None], known] = torch.cat(parts[s], dim=1).to(logits.dtype)
+            logits[permutation[begin:end, None], known[s]] = torch.cat(parts[s], dim=1).to(logits.dtype)

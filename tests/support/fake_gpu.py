@@ -173,6 +173,8 @@ class FakeGpu:
     def __init__(self, seed: int = 0, dropped: Wait | None = None) -> None:
         self._chance = random.Random(seed)
         self._dropped, self.num_dropped = dropped, 0
+        # How often the host has waited for work.
+        self.num_waits = 0
         self._queues = Queues(self._chance)
         self._tape: Tape | None = None
         # Memory without an owner, the stream that it belongs to, and the capture that owns it, if any.
@@ -202,11 +204,13 @@ class FakeGpu:
     def synchronize(self) -> None:
         """Run everything."""
         self._check_not_capturing()
+        self.num_waits += 1
         self._queues.run()
 
     def wait_for(self, point: Point) -> None:
         """Run work in random order until a point is done."""
         self._check_not_capturing()
+        self.num_waits += 1
         self._queues.run(lambda: point.is_done)
 
     def host_waits(self) -> None:
