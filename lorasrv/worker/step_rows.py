@@ -25,7 +25,7 @@ class StepRows:
     """
 
     requests: list[ScheduledRequest]
-    # One entry for each distinct (content, weight) of the step's requests; `weights` has the weights.
+    # One entry for each distinct (content, weight) that acts on any row; `weights` has the weights.
     adapters: list[PlacedAdapter]
     weights: list[float]
     # [T].
@@ -63,7 +63,8 @@ class StepRows:
     def of(cls, step: SchedulerOutput) -> "StepRows":
         """Build the rows of a step. Sequences are ordered by adapter, so that a segment is a range of rows."""
         requests = sorted(step.requests, key=lambda s: s.adapter_key or "")
-        entries = sorted({term for s in requests for term in s.terms})
+        terms = [() if s.active_from and s.num_plain_rows == len(s.token_ids) else s.terms for s in requests]
+        entries = sorted({term for own in terms for term in own})
         lens = np.array([len(s.token_ids) for s in requests])
         starts = np.array([s.start for s in requests])
         firsts = lens.cumsum() - lens
@@ -93,7 +94,7 @@ class StepRows:
             weights=[weight for _, weight in entries],
             token_ids=np.array([t for s in requests for t in s.token_ids]),
             positions=positions,
-            row_terms=_row_terms(requests, entries, firsts, lens),
+            row_terms=_row_terms(requests, terms, entries, firsts, lens),
             query_lens=query_lens,
             kv_lens=kv_lens,
             page_tables=_page_tables(pages),
@@ -128,12 +129,14 @@ class StepRows:
 
 def _row_terms(
     requests: Sequence[ScheduledRequest],
+    terms: Sequence[Sequence[tuple[AdapterKey, float]]],
     entries: Sequence[tuple[AdapterKey, float]],
     firsts: npt.NDArray[np.int64],
     lens: npt.NDArray[np.int64],
 ) -> Int32:
-    """Return `row_terms`; `firsts` and `lens` have the first row and the number of rows of each request."""
-    index, terms = {entry: i for i, entry in enumerate(entries)}, [s.terms for s in requests]
+    """Return `row_terms`; `terms`, `firsts` and `lens` have the entries, the first row and the number of rows of each
+    request."""
+    index = {entry: i for i, entry in enumerate(entries)}
     owners = np.full((max(map(len, terms), default=0) or 1, len(terms)), BASE, dtype=np.int32)
     for request, own in enumerate(terms):
         for turn, term in enumerate(own):

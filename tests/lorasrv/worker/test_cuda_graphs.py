@@ -248,6 +248,19 @@ def test_adapters_matter(folder: Path, gpu: FakeGpu) -> None:
     torch.testing.assert_close(logits["1"], base[1], rtol=1e-4, atol=1e-5)
 
 
+def test_a_graph_captured_before_an_alora_acts_is_none_of_those_in_which_it_does(folder: Path, gpu: FakeGpu) -> None:
+    served, plain = Served(folder, gpu=gpu), Served(folder, "torch")
+    found = []
+    for active_from in (8, 0):
+        step = plain.step([("a", 5), (None, 9)])
+        step = step.only([replace(s, active_from=active_from) for s in step.requests])
+        want, _ = plain.eager(step)
+        logits, _ = served.graphed.compute(step)
+        torch.testing.assert_close(logits.cpu(), want, rtol=1e-4, atol=1e-5)
+        found.append(want)
+    assert not torch.allclose(*found, atol=1e-3)
+
+
 def test_an_adapter_that_has_moved_is_read_at_its_new_place(folder: Path, gpu: FakeGpu) -> None:
     """All else is as in the step before; where it lay is NaN now."""
     served = Served(folder, gpu=gpu)
