@@ -34,6 +34,7 @@ from lorasrv.worker.launched_step import LaunchedStep
 from lorasrv.worker.step_rows import StepRows
 from sgmv_kernels.forward_pass import StepTables
 from sgmv_kernels.metadata.plans import RowPlaces
+from sgmv_kernels.triton_ops.attention import config_for, shape_for
 from sgmv_kernels.triton_ops.attention_metadata import Work, cut
 from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans
 
@@ -128,7 +129,9 @@ class GraphedSteps:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            itemsize=max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize),
+            shape=shape_for(
+                config_for(limits.activation.itemsize, memory.kv_pages(0)), spec.num_heads // spec.num_kv_heads
+            ),
             page_size=memory.page_size,
             num_pages=memory.num_pages,
             adapter_dtype=limits.adapter_dtype,

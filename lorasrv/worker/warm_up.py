@@ -36,8 +36,9 @@ from sgmv_kernels.backend import Progress
 from sgmv_kernels.formats.adapter_panels import MAX_RANK, MAX_SLICES, AdapterLayout, LayerRanks, PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import ROOT
 from sgmv_kernels.ops import Ops
+from sgmv_kernels.triton_ops.attention import config_for
 from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS
-from sgmv_kernels.triton_ops.block_sizes import PARTS, attention_config, device_name, table_of
+from sgmv_kernels.triton_ops.block_sizes import PARTS, device_name, table_of
 from sgmv_kernels.triton_ops.kernel_compiler import count_late, load, noted
 from sgmv_kernels.triton_ops.pointwise import ROPE_ROWS
 from sgmv_kernels.triton_ops.sgmv_metadata import EXPAND_RANKS
@@ -124,10 +125,8 @@ class WarmUpSteps:
         # Graphs round ranks up.
         self._max_rank = next(rank for rank in RANKS if rank >= min(max_rank, MAX_RANK))
         self._has_trees = has_trees
-        name = device_name(memory.device)
-        self._table = table_of(name)
-        itemsize = max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize)
-        self._cut_keys = attention_config(name, spec.head_dim, itemsize).split_tokens + 1
+        self._table = table_of(device_name(memory.device))
+        self._cut_keys = config_for(limits.activation.itemsize, memory.kv_pages(0)).split_tokens + 1
 
     def all(self) -> Iterator[SchedulerOutput]:
         """Return steps that launch every kernel: prompts on adapters of every class of rank, and single tokens."""

@@ -57,6 +57,12 @@ def prepare(plan: AttentionPlan, device: torch.device) -> AttentionTables:
     return AttentionTables(plan, device)
 
 
+def config_for(itemsize: int, kv: KvPages) -> AttentionConfig:
+    """Return the block sizes for activations of `itemsize` bytes and these pages."""
+    widest, is_coded = max(itemsize, kv.keys.itemsize), isinstance(kv.format, CodesKV)
+    return attention_config(device_name(kv.slab.device), kv.head_dim, widest, codes=is_coded)
+
+
 def shape_for(config: AttentionConfig, group: int) -> Shape:
     """Return the sizes by which work is cut for groups of `group` query heads."""
     decode_m, prefill_m = _rows(config, group)
@@ -67,7 +73,7 @@ def attention(q: Tensor, kv: KvPages, plan: AttentionPlan, scoring: Scoring) -> 
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
     heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
-    config = attention_config(device_name(q.device), dim, max(q.itemsize, kv.keys.itemsize))
+    config = config_for(q.itemsize, kv)
     work = tables.buffer(shape_for(config, group), group)
     out = torch.empty_like(q)
     decode_m, prefill_m = _rows(config, group)

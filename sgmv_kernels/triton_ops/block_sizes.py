@@ -7,7 +7,7 @@ lists of rows; the first row whose bounds hold is used (null is no bound):
     rows       by token rows: block_m, and whether the sum over K is split over programs (`planes`)
     sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so they depend only on the site
     tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
-    attention  by head dim, and bytes of the wider of activations and pages
+    attention  by head dim, bytes of the wider of activations and pages, and whether pages have codes (null: any)
     linear     by bits of a code, its group, token rows and out_features: tiles, programs that share the sum over K,
                launch options
 
@@ -131,10 +131,16 @@ def sgmv_config(name: str, rows: int, rank: int, dims: SiteDims) -> SgmvConfig:
 
 
 @cache
-def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig:
-    """Return the settings of a head dim; `itemsize` is that of the wider of activations and stored keys."""
-    row = _first(table_of(name)["attention"], max_dim=head_dim, max_bytes=itemsize)
-    return AttentionConfig(**_without_bounds(row))
+def attention_config(name: str, head_dim: int, itemsize: int, *, codes: bool) -> AttentionConfig:
+    """Return the settings of a head dim.
+
+    Args:
+        itemsize: that of the wider of activations and stored keys.
+        codes: whether pages have codes, which take registers to unpack.
+    """
+    fitting = [row for row in table_of(name)["attention"] if row.get("codes") in (None, codes)]
+    row = _without_bounds(_first(fitting, max_dim=head_dim, max_bytes=itemsize))
+    return AttentionConfig(**{field: value for field, value in row.items() if field != "codes"})
 
 
 @cache

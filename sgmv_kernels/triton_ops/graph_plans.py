@@ -20,7 +20,6 @@ from sgmv_kernels.metadata.h2d import Ints
 from sgmv_kernels.metadata.plans import AttentionPlan, RowPlaces, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
-from sgmv_kernels.triton_ops.attention import shape_for
 from sgmv_kernels.triton_ops.attention_metadata import (
     AttentionBuffer,
     AttentionCapacity,
@@ -28,7 +27,6 @@ from sgmv_kernels.triton_ops.attention_metadata import (
     Shape,
     Work,
 )
-from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
 
 INT_BYTES = 4
@@ -43,8 +41,8 @@ class PlanDims:
     heads: int
     kv_heads: int
     head_dim: int
-    # Bytes of the wider of activations and stored keys.
-    itemsize: int
+    # Sizes by which attention is cut.
+    shape: Shape
     page_size: int
     # Pages of the pool; the scratch page is the next one after them.
     num_pages: int
@@ -55,11 +53,6 @@ class PlanDims:
     def group(self) -> int:
         """Return the query heads that share a key head."""
         return self.heads // self.kv_heads
-
-    @property
-    def shape(self) -> Shape:
-        """Return the sizes by which attention is cut."""
-        return shape_for(attention_config(device_name(self.device), self.head_dim, self.itemsize), self.group)
 
 
 @dataclass(frozen=True, slots=True)

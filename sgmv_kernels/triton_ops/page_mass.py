@@ -20,9 +20,8 @@ from sgmv_kernels.formats.kv_format import KEY_SCALES, CodesKV
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses
 from sgmv_kernels.triton_ops import attention
-from sgmv_kernels.triton_ops.attention import SUMS, shape_for
+from sgmv_kernels.triton_ops.attention import SUMS, config_for, shape_for
 from sgmv_kernels.triton_ops.attention_metadata import MAX_SPLITS, AttentionTables, split_of
-from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.common import as_bound, dot, host_ints, kernel, power_of_two, product_dtype, softened
 from sgmv_kernels.triton_ops.kv_codes import rotate_heads, spread_bytes, words_of
 
@@ -48,7 +47,7 @@ def add_page_mass_(masses: PageMasses, q: Tensor, kv: KvPages, plan: AttentionPl
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
     heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
-    config = attention_config(device_name(q.device), dim, max(q.itemsize, kv.keys.itemsize))
+    config = config_for(q.itemsize, kv)
     work = tables.buffer(shape_for(config, group), group)
     if heads not in masses.prepared:
         masses.prepared[heads] = _parts(masses, plan, config.split_tokens, heads, q.device)

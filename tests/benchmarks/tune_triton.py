@@ -252,9 +252,9 @@ def crossover(cases: dict[str, LinearCase], found: dict[Any, LinearConfig]) -> i
 
 
 def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
-    """Return the row of half-precision heads of up to 128 dimensions, then the default rows."""
+    """Return the row of half-precision heads and pages of up to 128 dimensions, then the default rows."""
     default = default_name(ops.device)
-    first = attention_config(default, DIM, 2)
+    first = attention_config(default, DIM, 2, codes=False)
     for options, lens in (
         (FEW_DECODE if quick else DECODE_ATTENTION, DECODES),
         (FEW_PREFILL if quick else PREFILL_ATTENTION, PROMPTS),
@@ -273,7 +273,7 @@ def tune_attention(ops: Ops, quick: bool) -> list[dict[str, Any]]:
         chosen = best(choices(options), us)
         first = replace(first, **chosen)
         emit("attention", **chosen, us=us(chosen))
-    return [{"max_dim": 128, "max_bytes": 2, **asdict(first)}, *table_of(default)["attention"]]
+    return [{"max_dim": 128, "max_bytes": 2, "codes": False, **asdict(first)}, *table_of(default)["attention"]]
 
 
 def written(table: dict[str, Any]) -> str:

@@ -35,10 +35,11 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
 def short_parts(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 64 keys, so that Triton's kernels cut short contexts as well."""
     if ops.name == "triton":
-        from sgmv_kernels.triton_ops import attention, page_mass
+        from sgmv_kernels.triton_ops import attention
         from sgmv_kernels.triton_ops.block_sizes import attention_config
 
-        for module in (attention, page_mass):
-            monkeypatch.setattr(
-                module, "attention_config", lambda *key: replace(attention_config(*key), split_tokens=64)
-            )
+        monkeypatch.setattr(
+            attention,
+            "attention_config",
+            lambda *key, codes: replace(attention_config(*key, codes=codes), split_tokens=64),
+        )

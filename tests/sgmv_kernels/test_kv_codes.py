@@ -173,7 +173,9 @@ def test_the_tiles_of_served_activations(ops: Ops, name: str, monkeypatch: pytes
     from sgmv_kernels.triton_ops import attention
 
     of = attention.attention_config
-    monkeypatch.setattr(attention, "attention_config", lambda device, dim, itemsize: of(device, dim, 2))
+    monkeypatch.setattr(
+        attention, "attention_config", lambda device, dim, itemsize, codes: of(device, dim, 2, codes=codes)
+    )
     made, spans = Sequences.make(name, [185, 39], 4, 2, 64), [(0, 184, 185), (1, 4, 39)]
     kv = pages_on(made.kv, ops.device)
     made.step(Ops(CPU, "torch"), kv, [(0, 0, 184), (1, 0, 4)])

@@ -113,10 +113,17 @@ def test_few_rows_add_ranks_in_one_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", [DEFAULT, BEFORE_SM90])
 def test_default_tables_have_blocks_for_every_head(name: str) -> None:
-    for dim, itemsize in itertools.product((16, 64, 80, 128, 256), (2, 4)):
-        config = attention_config(name, dim, itemsize)
+    for dim, itemsize, codes in itertools.product((16, 64, 80, 128, 256), (2, 4), (False, True)):
+        config = attention_config(name, dim, itemsize, codes=codes)
         assert all(is_block(n) for n in (config.decode_n, config.prefill_m, config.prefill_n))
         assert config.split_tokens % config.decode_n == 0
+
+
+def test_tiles_tuned_for_pages_of_floats_are_not_those_of_codes() -> None:
+    """A prompt's tile of 128 keys leaves no registers to unpack codes: hundreds of values would spill."""
+    of_floats, of_codes = (attention_config("NVIDIA H200", 128, 2, codes=codes) for codes in (False, True))
+    assert of_floats.prefill_n > of_codes.prefill_n
+    assert of_codes == attention_config(DEFAULT, 128, 2, codes=True)
 
 
 def test_the_default_table_has_blocks_for_every_linear() -> None:
