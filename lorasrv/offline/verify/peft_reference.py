@@ -69,7 +69,9 @@ class PeftReference:
             active_from: the first token that the adapter acts on.
         """
         ids, active = torch.tensor([list(tokens)]), self._active(1, len(tokens) - active_from)
-        return self._both(lambda: self._model(ids, use_cache=False, **active).logits[0, -positions:])
+        # As PEFT's `generate`; its `forward` leaves the adapter out of an mpt.
+        with self._model._enable_peft_forward_hooks(**active):
+            return self._both(lambda: self._model.base_model(ids, use_cache=False).logits[0, -positions:])
 
     @torch.inference_mode()
     def end(self, module: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,12 +80,15 @@ class PeftReference:
         """
         end = self._model.get_base_model().get_submodule(module)
         scale = next((part.scalar_embed_scale for part in end.modules() if hasattr(part, "scalar_embed_scale")), 1.0)
-        active = self._active(len(x), 1) if NAME in getattr(end, "lora_variant", ()) else {}
-        return self._both(lambda: end(x, **active) / scale)
+        return self._both(lambda: end(x, **self._rows(end, x)) / scale)
 
     def _active(self, sequences: int, tokens: int) -> dict[str, list[int]]:
         """Return PEFT's argument for an aLoRA that acts on the last tokens of each sequence; {} for other adapters."""
         return {"alora_offsets": [tokens] * sequences} if self._is_activated else {}
+
+    def _rows(self, module: Any, x: Tensor) -> dict[str, list[int]]:
+        """Return PEFT's argument for an aLoRA that acts on all rows x of a module; {} if none is there."""
+        return self._active(len(x), 1) if NAME in getattr(module, "lora_variant", ()) else {}
 
     def _both(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Compute with the adapter and without."""
@@ -109,7 +114,7 @@ class PeftReference:
         if is_plain:
             added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
             return added, 0.0
-        output: Tensor = lora(x)
+        output: Tensor = lora(x, **self._rows(lora, x))
         return output - torch.nn.functional.linear(x, base.weight, bias), float(output.double().norm())
 
 

@@ -161,7 +161,7 @@ class TestRight:
             ("llama", HEAD_COPY),
             ("qwen2", BASES_COPY),
             ("qwen2", TIED),
-            ("llama", {"alora_invocation_tokens": [5, 9]}),
+            *((family, {"alora_invocation_tokens": [5, 9]}) for family in ("llama", "qwen2", "mpt")),
         ],
     )
     @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying", "ignore:Careful, disabling adapter layers")
