@@ -55,7 +55,8 @@ class PeftReference:
             _write_adapter(Path(folder), job, adapter, weights)
             # PEFT writes the file's biases and copies of the base's tables over the base's, for good.
             replaced = (".bias", *(f"{own.module}.weight" for own in adapter.spec.rows if own.frozen))
-            parameters = {name: p for name, p in base.named_parameters() if name.endswith(replaced)}
+            named = base.named_parameters(remove_duplicate=False)
+            parameters = {name: parameter for name, parameter in named if name.endswith(replaced)}
             own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self._model: Any = peft.PeftModel.from_pretrained(base, folder, adapter_name=NAME)
         self._replaced = [(parameter, own[name], parameter.detach().clone()) for name, parameter in parameters.items()]

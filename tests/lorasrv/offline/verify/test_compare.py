@@ -183,6 +183,16 @@ class TestRight:
         config.write_text(json.dumps(saved | {"modules_to_save": [table, "lm_head"]}))
         expect(ComparisonOutcome.EXACT, job_of(family, source=tmp_path))
 
+    @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")
+    def test_a_copy_beside_the_table_of_another_base(self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path) -> None:
+        """PEFT writes the table over the tied one, also where the embedding, whose name that has, has a copy."""
+        own = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "save_embedding_layers": True}
+        peft_adapter(tiny_hf_checkpoints["qwen2"](), tmp_path, strength=0.3, **own)
+        tensors = load_file(tmp_path / "adapter_model.safetensors")
+        tensors["base_model.model.lm_head.weight"] *= 1.1
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        expect(ComparisonOutcome.EXACT, job_of("qwen2", source=tmp_path))
+
     def test_pooled_inputs(self, job_of, tiny_hf_checkpoints: Tiny, tmp_path: Path) -> None:
         with gptq_layers():
             peft_adapter(tiny_hf_checkpoints["llama"](), tmp_path, lora_alpha=3, use_qalora=True, qalora_group_size=32)
