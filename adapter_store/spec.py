@@ -18,6 +18,8 @@ Form = Literal["bf16", "int8"]
 BF16: Form = "bf16"
 INT8: Form = "int8"
 FORMS: tuple[Form, ...] = (BF16, INT8)
+MAX_LORA_RANK = 256
+"""Highest rank that the kernels compute (`sgmv_kernels.formats.adapter_panels.MAX_RANK`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from adapter_store.registry.names import Names, read_records
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions, usage_of
 from adapter_store.registry.references import RESERVED_IDS, VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
-from adapter_store.spec import BF16, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
+from adapter_store.spec import BF16, MAX_LORA_RANK, AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes, Form
 from adapter_store.storage.blob_cache import BlobCache, Origin
 from adapter_store.storage.blobs import BlobDirectory, BlobUpload, disk_errors
 from adapter_store.storage.leases import BlobLeases
@@ -90,7 +90,7 @@ class AdapterStore:
         root: Path,
         base: BaseShapes,
         *,
-        max_lora_rank: int = 256,
+        max_lora_rank: int = MAX_LORA_RANK,
         reserved_ids: frozenset[str] = frozenset(),
         quota: StoreQuota = NO_QUOTA,
         draw: Callable[[], float] = random.random,

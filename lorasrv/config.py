@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
+from adapter_store.spec import MAX_LORA_RANK
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
 from lorasrv.speculation_params import ACCEPT, DRAFTERS, MAX_PROBES, SAME_DRAW
@@ -172,7 +173,7 @@ class MemoryOptions:
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     host_cache_bytes: int = 1 << 30
-    max_lora_rank: int = 256
+    max_lora_rank: int = MAX_LORA_RANK
     swap_bytes: int = 1 << 28
     enable_prefix_caching: bool = True
     # Bytes on the disk for snapshots of fixed prompts, beside the adapters.
@@ -190,6 +191,8 @@ class MemoryOptions:
             raise ConfigError("--gpu-memory-utilization and --pool-bytes exclude each other: give one of them")
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ConfigError(f"--max-lora-rank must be at most {MAX_LORA_RANK}, not {self.max_lora_rank}")
         if self.swap_bytes < 0:
             raise ConfigError(f"--swap-bytes must not be negative, not {self.swap_bytes}; 0 turns swapping off")
         if self.snapshot_bytes < 0:

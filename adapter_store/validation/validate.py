@@ -45,6 +45,7 @@ from adapter_store.formats.weights import pooling_factor
 from adapter_store.spec import (
     BF16,
     INT8,
+    MAX_LORA_RANK,
     AdapterKey,
     AdapterSpec,
     AddedToken,
@@ -398,9 +399,9 @@ def _check_rank(
     config's."""
     name, *other_spelling = spellings(place, base)
     if rank > max_rank:
-        problems.add(
-            "rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} (serve --max-lora-rank {rank})"
-        )
+        is_possible = rank <= MAX_LORA_RANK
+        remedy = f"serve --max-lora-rank {rank}" if is_possible else f"{MAX_LORA_RANK} is possible; train a lower rank"
+        problems.add("rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} ({remedy})")
     if adapter_config is None:
         return 1.0
     if adapter_config.rank(name) != rank:

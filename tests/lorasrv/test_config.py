@@ -2,8 +2,10 @@
 
 import pytest
 
-from lorasrv.config import Limits, ModelOptions, SchedulerOptions, SpeculationOptions
+from adapter_store.spec import MAX_LORA_RANK
+from lorasrv.config import Limits, MemoryOptions, ModelOptions, SchedulerOptions, SpeculationOptions
 from lorasrv.errors import ConfigError, InvalidLimits
+from sgmv_kernels.formats.adapter_panels import MAX_RANK
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,13 @@ def test_a_limit_is_a_number_that_others_can_read() -> None:
 def test_a_weight_is_a_sane_number(weight: float) -> None:
     with pytest.raises(InvalidLimits, match="weight"):
         Limits(weight=weight)
+
+
+def test_the_rank_is_one_that_the_kernels_compute() -> None:
+    """With a higher one, every step with such an adapter would fail."""
+    assert MemoryOptions().max_lora_rank == MemoryOptions(max_lora_rank=MAX_RANK).max_lora_rank == MAX_LORA_RANK
+    with pytest.raises(ConfigError, match=f"--max-lora-rank must be at most {MAX_RANK}, not {MAX_RANK + 1}"):
+        MemoryOptions(max_lora_rank=MAX_RANK + 1)
 
 
 @pytest.mark.parametrize(

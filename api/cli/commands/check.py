@@ -8,7 +8,7 @@ import typer
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.adapter_dir import open_adapter_dir
-from adapter_store.spec import BF16, AdapterKey, BaseShapes
+from adapter_store.spec import BF16, MAX_LORA_RANK, AdapterKey, BaseShapes
 from api.cli.common.formatting import (
     ClosedStoreOption,
     DirectoryArgument,
@@ -22,7 +22,7 @@ from api.cli.common.formatting import (
 )
 from api.cli.common.options import JsonOption
 from api.cli.common.terminal import CliError, note, print_json, say, short_digest
-from lorasrv.config import BUILTIN_MODEL, MemoryOptions
+from lorasrv.config import BUILTIN_MODEL
 
 if TYPE_CHECKING:
     from adapter_store.validation.report import UploadReport
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 def check(
     directory: DirectoryArgument,
     model: Annotated[str, typer.Option(help="Base that the adapter must fit.")] = BUILTIN_MODEL,
-    max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
+    max_lora_rank: Annotated[
+        int, typer.Option(min=1, max=MAX_LORA_RANK, help="Highest rank to accept.")
+    ] = MAX_LORA_RANK,
     allow_partial: PartialOption = False,
     stored: StoredOption = None,
     allow_drift: DriftOption = False,

@@ -14,13 +14,13 @@ import typer
 
 from adapter_store.errors import ProblemList
 from adapter_store.formats.adapter_config import read_added_tokens
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import MAX_LORA_RANK, BaseShapes
 from adapter_store.storage.blobs import NEW_FILE, UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.commands.check import shapes_of
 from api.cli.common.formatting import counted
 from api.cli.common.options import JsonOption, configured_store, duration, existing, existing_folder, expanded
 from api.cli.common.terminal import CliError, names_file, note, print_json, print_table, progress, say
-from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, size
+from lorasrv.config import BUILTIN_MODEL, Limits, size
 
 if TYPE_CHECKING:
     from adapter_store.maintenance.archive import ArchiveSummary
@@ -109,7 +109,9 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(callback=existing, metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
-    max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
+    max_lora_rank: Annotated[
+        int, typer.Option(min=1, max=MAX_LORA_RANK, help="Highest rank to accept.")
+    ] = MAX_LORA_RANK,
     skip_refused: Annotated[
         bool,
         typer.Option("--skip-refused", help="Import the other adapters if some are refused; the exit code is 1 then."),

@@ -80,9 +80,11 @@ def test_a_form_that_there_is_not(form: str) -> None:
 def test_rank_over_the_limit_is_refused() -> None:
     data = build.file(rank=17)
     found = problems_of(lambda: check(build.config(r=17), data))
-    assert "rank 17; this server takes at most 16" in found["rank_too_large"].message
+    assert "rank 17; this server takes at most 16 (serve --max-lora-rank 17)" in found["rank_too_large"].message
     assert "4 places" in found["rank_too_large"].message
     assert check(build.config(r=17), data, max_rank=17).spec.max_rank == 17
+    beyond = problems_of(lambda: check(build.config(r=257), build.file(rank=257)))["rank_too_large"].message
+    assert "takes at most 16 (256 is possible; train a lower rank)" in beyond
 
 
 @pytest.mark.parametrize(
