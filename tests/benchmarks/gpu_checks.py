@@ -183,7 +183,7 @@ def graphs(
 
 
 def far(ops: Ops, most: int) -> Iterator[tuple[str, float, float]]:
-    """Read an adapter from the end of a large slab, and from its start."""
+    """Read an adapter and columns of its A from the end of a large slab, and from its start."""
     name, rank = "qkv", 16
     dims = SITES[name]
     if ops.device.type == "cuda":
@@ -192,15 +192,19 @@ def far(ops: Ops, most: int) -> Iterator[tuple[str, float, float]]:
     need, pages = layout.num_pages(PAGE_BYTES), most // PAGE_BYTES
     slab = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=ops.device)
     held = torch.randn(need * PAGE_BYTES // 2, device=ops.device).mul_(0.02).to(BF16).view(torch.uint8)
-    made = []
+    made, read = [], []
+    ids = torch.randint(dims.in_features, (4,), device=ops.device)
     x, y = (torch.randn(4, width, device=ops.device).to(BF16) for width in (dims.in_features, dims.total_out))
     for first in (0, pages - need):
         slab[first * PAGE_BYTES : (first + need) * PAGE_BYTES] = held
         placed = layout.place([(first, need)], PAGE_BYTES)
         assert placed is not None
         made.append(y.clone())
-        ops.sgmv_(made[-1], x, slab, ops.plan_sgmv(build_segments([0] * 4), [placed], BF16), 0, 0)
+        plan = ops.plan_sgmv(build_segments([0] * 4), [placed], BF16)
+        ops.sgmv_(made[-1], x, slab, plan, 0, 0)
+        read.append(ops.columns(ids, slab[None], plan, 0, [0]))
     yield f"an adapter {most >> 20} MiB away", float(not torch.equal(*made)), 0.0
+    yield f"columns {most >> 20} MiB away", float(not torch.equal(*read)), 0.0
 
 
 def main() -> int:
