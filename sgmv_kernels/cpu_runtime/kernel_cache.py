@@ -28,8 +28,8 @@ from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 from sgmv_kernels.cpu_runtime.processor import name_and_features
 
 logger = logging.getLogger(__name__)
-_SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_arguments/*.py", "formats/*.py", "cpu_runtime/kernel_cache.py"
-"""Files with the constants and the code that kernels are compiled from."""
+_SOURCES = "cpu_*/*.py", "formats/*.py"
+"""Files on which compiled code depends, and the measurements that are kept beside it (`measurements.py`)."""
 
 
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
@@ -200,7 +200,7 @@ def cache_directory() -> Path | None:
 
 
 def _version() -> str:
-    """Return a digest of everything that the compiled code depends on."""
+    """Return a digest of everything that the compiled code and the measurements depend on."""
     known = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parents[1].glob(pattern)):
         known.update(path.read_bytes())

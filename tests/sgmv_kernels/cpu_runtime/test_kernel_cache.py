@@ -115,6 +115,13 @@ sys.path.insert(0, str(folder))
 os.environ["PYTHONPATH"] = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
 """
 HIDDEN = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
+IMPORTED = """
+import importlib, pkgutil, sys
+from sgmv_kernels import cpu_kernels
+for module in pkgutil.iter_modules(cpu_kernels.__path__):
+    importlib.import_module(f"sgmv_kernels.cpu_kernels.{module.name}")
+print(*(own.__file__ for name, own in sys.modules.items() if "sgmv_kernels." in name and not hasattr(own, "__path__")))
+"""
 WARM = "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch.float32, KV_FORMATS['float32'])\nx ="
 
 
@@ -138,10 +145,21 @@ def test_what_is_missing_is_said_once_and_kernels_run(
     assert logged.count(log) == 1
 
 
-def test_the_version_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kernel_code._version()
-    monkeypatch.setattr(kernel_code, "_SOURCES", ("simd_ir.py",))
-    assert kernel_code._version() != before
+def test_the_version_changes_with_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is with every module that compiling imports, and with those that measure what is kept beside the kernels:
+    another version of lorasrv must use neither code nor measurements of this one."""
+    package = Path(kernel_code.__file__).parents[1]
+    compiled_from, _ = _run(IMPORTED, tmp_path)
+    measuring = (package / "cpu_ops" / name for name in ("linear.py", "linear_autotune.py", "thread_autotune.py"))
+    sources = {*map(Path, compiled_from.split()), *measuring, package / "cpu_runtime" / "team.py"}
+    copy = shutil.copytree(package, tmp_path / "copy")
+    monkeypatch.setattr(kernel_code, "__file__", str(copy / Path(kernel_code.__file__).relative_to(package)))
+    last, ignored = kernel_code._version(), []
+    for source in sources:
+        (copy / source.relative_to(package)).write_text("changed")
+        ignored += [source.name] if last == kernel_code._version() else []
+        last = kernel_code._version()
+    assert ignored == []
 
 
 def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:
