@@ -211,7 +211,7 @@ class GraphedSteps:
     def capacities(self, max_rank: int, most_tokens: int) -> Iterator[StaticCapacity]:
         """Yield every bucket that a step may get whose adapters have at most this rank, and whose sequences have at
         most so many keys together."""
-        ranks = RANKS[: bisect_left(RANKS, min(max_rank, RANKS[-1])) + 1]
+        ranks = RANKS[: bisect_left(RANKS, max_rank) + 1]
         single = [(rows, rows, False) for rows in self._rows]
         mixed = [(rows, sequences, True) for rows in self._mixed_rows for sequences in self._sequences]
         for (rows, sequences, is_mixed), rank in itertools.product(single + mixed, ranks):

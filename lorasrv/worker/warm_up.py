@@ -33,7 +33,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.backend import Progress
-from sgmv_kernels.formats.adapter_panels import MAX_RANK, MAX_SLICES, AdapterLayout, LayerRanks, PlacedAdapter
+from sgmv_kernels.formats.adapter_panels import MAX_SLICES, AdapterLayout, LayerRanks, PlacedAdapter
 from sgmv_kernels.metadata.draft_trees import ROOT
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.attention import config_for
@@ -123,7 +123,7 @@ class WarmUpSteps:
     ) -> None:
         self._spec, self._memory, self._limits = spec, memory, limits
         # Graphs round ranks up.
-        self._max_rank = next(rank for rank in RANKS if rank >= min(max_rank, MAX_RANK))
+        self._max_rank = next(rank for rank in RANKS if rank >= max_rank)
         self._has_trees = has_trees
         self._table = table_of(device_name(memory.device))
         self._cut_keys = config_for(limits.activation.itemsize, memory.kv_pages(0)).split_tokens + 1

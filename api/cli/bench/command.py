@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from adapter_store.spec import MAX_LORA_RANK
 from api.asgi.address import server_address
 from api.cli.bench.options import BenchOptions
 from api.cli.common.options import JsonOption, check_png
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from api.cli.bench.stats import Result
     from lorasrv.metrics.trace import TraceRequest
 
-MAX_RANK = 256
 _WHERE, _LOAD, _REQUEST, _JUDGED, _OUTPUT = "Server", "Load", "Requests", "Measurements", "Output"
 
 
@@ -42,7 +42,7 @@ class TargetOptions:
     ] = None
     key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None
     rank: Annotated[
-        int, typer.Option(min=1, max=MAX_RANK, help="Rank of the adapters that are made.", rich_help_panel=_WHERE)
+        int, typer.Option(min=1, max=MAX_LORA_RANK, help="Rank of the adapters that are made.", rich_help_panel=_WHERE)
     ] = 16
 
 

@@ -17,13 +17,12 @@ from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
 from adapter_store.registry.references import RESERVED_IDS, check_adapter_id, suggest_id
-from adapter_store.spec import BaseShapes, Form
+from adapter_store.spec import MAX_LORA_RANK, BaseShapes, Form
 from adapter_store.validation.validate import check_files
 from api.cli.commands import check
 from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, note, print_json, progress, say, short_digest
 from api.client import Client, Refused, ServerUnreachable, problem_line
-from lorasrv.config import MemoryOptions
 
 if TYPE_CHECKING:
     from lorasrv.text.tokenizer import Tokenizer
@@ -301,11 +300,10 @@ def _checked(
 ) -> UploadOutcome:
     from lorasrv.text.own_tokenizers import with_own_tokens
 
-    rank = MemoryOptions().max_lora_rank
     try:
         with open_adapter_dir(one.folder) as found:
             peft = found if tokenizer is None else with_own_tokens(found, tokenizer)
-            report = check_files(peft.config, peft.weights_path, base, rank, **terms).report
+            report = check_files(peft.config, peft.weights_path, base, MAX_LORA_RANK, **terms).report
     except (AdapterInvalid, OSError) as error:
         return UploadOutcome(one, {}, _reasons(error))
     return UploadOutcome(one, {"report": report.to_dict()})

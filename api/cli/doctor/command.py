@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adapter_store.errors import AdapterError
+from adapter_store.spec import MAX_LORA_RANK
 from api.cli.common.options import ConfigOption, JsonOption
 from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, out, print_json, say
@@ -39,7 +40,7 @@ class Report:
 
 def doctor(
     ctx: typer.Context,
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters in the memory plan.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, max=MAX_LORA_RANK, help="Rank of the adapters in the memory plan.")] = 16,
     cluster: Annotated[bool, typer.Option("--cluster", help="Check what several replicas need, too.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from adapter_store.spec import MAX_LORA_RANK
 from api.cli.common.options import JsonOption, ReplicaOption, check_one_server, check_png, connected
 from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from lorasrv.offline.planner.sim_replica import SimServer
 
 DEFAULT_RANK = 16
-MAX_RANK = 256
 LIMIT_TIMES = 2.0
 """Default limit of the p99 TTFT for the number of adapters that fit, as a multiple of the trace's own."""
 SERVER_PANEL = "Server"
@@ -71,7 +71,11 @@ def plan(
     rank: Annotated[
         int,
         typer.Option(
-            min=1, max=MAX_RANK, metavar="R", help="Rank of adapters of unknown size.", rich_help_panel=SERVER_PANEL
+            min=1,
+            max=MAX_LORA_RANK,
+            metavar="R",
+            help="Rank of adapters of unknown size.",
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = DEFAULT_RANK,
     store: Annotated[Path | None, _option("Adapter store that knows the adapters' sizes.", SERVER_PANEL)] = None,
