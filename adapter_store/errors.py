@@ -257,7 +257,8 @@ class BlobTooLarge(AdapterError, ValueError):
         super().__init__(
             f"{length} bytes is more than any adapter of this base can have ({limit} bytes at the highest rank, with a "
             "copy of the embedding and of the head); a file this large has a rank above --max-lora-rank, or copies of "
-            "other modules (modules_to_save), or several of one: `lorasrv check` names them"
+            "other modules (modules_to_save), or several of one: `lorasrv check`, with this server's --model and "
+            "--max-lora-rank, names them"
         )
         self.length = length
         self.limit = limit

@@ -399,8 +399,9 @@ def _check_rank(
     config's."""
     name, *other_spelling = spellings(place, base)
     if rank > max_rank:
-        is_possible = rank <= MAX_LORA_RANK
-        remedy = f"serve --max-lora-rank {rank}" if is_possible else f"{MAX_LORA_RANK} is possible; train a lower rank"
+        remedy = f"no server takes more than {MAX_LORA_RANK}: train a lower rank"
+        if rank <= MAX_LORA_RANK:
+            remedy = f"serve --max-lora-rank {rank}"
         problems.add("rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} ({remedy})")
     if adapter_config is None:
         return 1.0

@@ -84,7 +84,7 @@ def test_rank_over_the_limit_is_refused() -> None:
     assert "4 places" in found["rank_too_large"].message
     assert check(build.config(r=17), data, max_rank=17).spec.max_rank == 17
     beyond = problems_of(lambda: check(build.config(r=257), build.file(rank=257)))["rank_too_large"].message
-    assert "takes at most 16 (256 is possible; train a lower rank)" in beyond
+    assert "takes at most 16 (no server takes more than 256: train a lower rank)" in beyond
 
 
 @pytest.mark.parametrize(
