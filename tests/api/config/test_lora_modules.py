@@ -8,8 +8,8 @@ import pytest
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 from api.cli.common.command_line import rewritten
-from api.config.lora_module_path import LoraModulePath, parse_modules
-from api.config.lora_modules import ModulesRefused, add_folder, register_modules
+from api.config.lora_module_path import LoraModulePath, ModulesRefused, parse_modules
+from api.config.lora_modules import add_folder, register_modules
 
 MIA, TOM = LoraModulePath("mia", Path("/a/mia")), LoraModulePath("tom", Path("b=c/tom"))
 
