@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from sgmv_kernels.cpu_kernels.attention_loop import _following, _pages_of, address_ahead, ahead_of
-from sgmv_kernels.cpu_ops.attention import (
+from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
     LENS,
     NUM_ARGS,
@@ -23,6 +22,7 @@ from sgmv_kernels.cpu_ops.attention import (
     TASK_INTS,
     WINDOW,
 )
+from sgmv_kernels.cpu_kernels.attention_loop import _following, _pages_of, address_ahead, ahead_of
 
 PAGE_TOKENS, BLOCK_PAGES, HEADS = 16, 8, 3
 HEAD_BYTES = 1 << 20
