@@ -254,3 +254,9 @@ def test_docstrings_begin_with_their_subject(trees: Mapping[str, ast.Module]) ->
 def test_importing_it_brings_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_server_imports_its_routes_while_kernels_are_compiled() -> None:
+    """At a first start, the compiling process is the last to end; importing the routes first would delay it."""
+    code = "import sys, api.server; sys.exit('api.app' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
