@@ -104,8 +104,9 @@ class TraceRecorder(RequestObserver):
             data = line.line().encode() + b"\n"
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            _LOG.exception("the trace cannot be written any more; recording ends here")
+        except OSError as error:
+            why = error.strerror or error
+            _LOG.error("the trace cannot be written (%s); recording ends here, until the server is restarted", why)
             self.close()
 
 

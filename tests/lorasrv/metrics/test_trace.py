@@ -179,7 +179,9 @@ def test_a_full_disk_ends_recording_and_nothing_else(tmp_path: Path, caplog: pyt
     recorder.on_accepted([_message("a"), _message("b")], 1000.0)
     for name in "ab":
         recorder.on_output(RequestId(name), _output(name, 1, FinishReason.STOP))
-    assert caplog.text.count("cannot be written any more") == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the trace cannot be written (No space left on device)")
+    assert (record.levelname, record.exc_info) == ("ERROR", None)
 
 
 def test_a_line_by_itself() -> None:
