@@ -302,7 +302,7 @@ class BatchManager:
             except (OSError, AdapterError) as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                _LOG.warning("batch %s waits for the disk: %s", batch_id, error)
+                _LOG.warning("batch %s waits for the disk, %.0f s: %s", batch_id, RETRY_DISK_S, error)
                 await asyncio.sleep(RETRY_DISK_S)
             except Exception:
                 _LOG.exception("batch %s failed", batch_id)
