@@ -174,8 +174,8 @@ class Edge:
         try:
             await self._pipe_from(replica.url, {**scope, "query_string": query}, receive, send)
         except Unreachable as error:
-            why = f"replica {replica.id} does not answer ({error})"
-            raise NoReplicaReady(why, retry_after_s=RETRY_AFTER_S) from None
+            _LOG.warning("replica %s: %s", replica.id, error)
+            raise NoReplicaReady(f"replica {replica.id} does not answer", retry_after_s=RETRY_AFTER_S) from None
 
     async def _ask_registry(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pipe a request and its answer. The request is never sent twice, because it may change the store."""
@@ -184,9 +184,10 @@ class Edge:
         try:
             await self._pipe_from(self._registry, scope, receive, send)
         except Unreachable as error:
+            _LOG.warning("registry: %s", error)
             raise ApiError(
                 503,
-                f"the registry does not answer ({error}); replicas go on serving the adapters that they know",
+                "the registry does not answer; replicas go on serving the adapters that they know",
                 code="registry_unreachable",
                 headers={"retry-after": "2"},
             ) from None

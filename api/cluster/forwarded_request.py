@@ -1,6 +1,7 @@
 """Get one request answered: by the best replica, or by others as long as no answer has begun."""
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Collection
@@ -21,6 +22,7 @@ from api.errors import RESPONSES_PATH, TGI_PATHS, describe_at
 from lorasrv.errors import LorasrvError, NoReplicaReady, ReplicaLost, ServerStopping
 from lorasrv.placement.placement import RETRY_AFTER_S, Demand
 
+_LOG = logging.getLogger(__name__)
 MAX_RETRIES = 2
 HELD_BYTES = 64 << 10
 """Longest answer that is read whole before its first byte is passed on, so that another replica can still take over."""
@@ -143,9 +145,9 @@ class ForwardedRequest:
         try:
             return await self._upstreams.ask(replica.url, self._next_request(peer))
         except Unreachable as error:
-            self._note_failure(replica, NoReplicaReady(str(error), retry_after_s=RETRY_AFTER_S))
+            self._note_failure(replica, error, NoReplicaReady("no replica answers", retry_after_s=RETRY_AFTER_S))
         except Broken as error:
-            self._note_failure(replica, _lost(error))
+            self._note_failure(replica, error, _lost())
         return None
 
     async def _pass_on(self, replica: ReplicaAddress, reply: UpstreamReply) -> bool:
@@ -153,14 +155,16 @@ class ForwardedRequest:
         try:
             return await (self._go_on(replica, reply) if self._has_begun else self._begin(replica, reply))
         except Broken as error:
-            self._note_failure(replica, _lost(error))
+            self._note_failure(replica, error, _lost())
             if self._has_begun:
                 self._prepare_resuming(replica)
             return False
         finally:
             reply.close()
 
-    def _note_failure(self, replica: ReplicaAddress, why: LorasrvError) -> None:
+    def _note_failure(self, replica: ReplicaAddress, error: Exception, why: LorasrvError) -> None:
+        """Note what the client is told if no other replica answers; addresses, which are internal, go to the log."""
+        _LOG.warning("replica %s: %s", replica.id, error)
         self._stats.failed[replica.id] += 1
         self._replicas.suspect(replica)
         self._why = why
@@ -344,5 +348,5 @@ def _error_events(path: str, why: LorasrvError, num_events: int) -> bytes:
     return event(body) if path in TGI_PATHS else event(body) + DONE
 
 
-def _lost(error: Broken) -> ReplicaLost:
-    return ReplicaLost(f"the replica that answered is gone ({error}); the answer is incomplete, ask again")
+def _lost() -> ReplicaLost:
+    return ReplicaLost("the replica that answered is gone; the answer is incomplete, ask again")

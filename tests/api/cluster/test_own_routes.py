@@ -167,7 +167,7 @@ def test_a_query_that_names_no_replica_or_a_dead_one(cluster: Any, path: str) ->
     cluster.replicas[1].answer = dies
     dead = cluster.http.get(f"{path}?replica=r1", headers=ADMIN)
     assert (dead.status_code, dead.json()["error"]["code"]) == (503, "no_replica_ready")
-    assert dead.json()["error"]["message"].startswith("replica r1 does not answer")
+    assert dead.json()["error"]["message"] == "replica r1 does not answer"
 
 
 def test_figures_are_told_though_a_replica_hangs(cluster: Any) -> None:
