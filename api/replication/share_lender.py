@@ -127,18 +127,23 @@ class ShareLender:
             # What servers before this one have not received yet is not free.
             before = askers[: askers.index(server)] if server in targets else askers
             owed = sum(max(0, targets[name] - held[name]) for name in before)
-            running = int(self._part(most - owed, targets.get(server, 0), held, server))
+            running = int(self._part(most, owed, targets.get(server, 0), held, server))
         if rate is None:
             return LimitShare(running, None) if running else NO_SHARE
         target = rate * weights[server] / sum(weights.values()) if weights.get(server) else 0.0
-        part = self._part(rate, target, {name: _rate(report, rate) for name, report in reports.items()}, server)
+        part = self._part(rate, 0.0, target, {name: _rate(report, rate) for name, report in reports.items()}, server)
         return NO_SHARE if running == 0 or part < _LEAST * rate else LimitShare(running, part)
 
-    def _part(self, limit: float, target: float, held: Mapping[str, float], server: str) -> float:
-        """Return what a server may hold of one limit: its target, at most what it holds plus what is free."""
+    def _part(self, limit: float, owed: float, target: float, held: Mapping[str, float], server: str) -> float:
+        """Return what a server may hold of one limit: its target, at most what it holds plus what is free.
+
+        A server whose lease had ended may report requests that went on since, although its share is lent to others; it
+        keeps only what these leave.
+        """
         is_known = HERE in self._numbers and self._leases.are_all_known
-        free = limit - sum(held.values()) if is_known else 0.0
-        return min(target, held[server] + max(0.0, free))
+        left = limit - sum(held.values())
+        kept = max(0.0, held[server] + min(0.0, left))
+        return min(target, kept + max(0.0, left - owed if is_known else 0.0))
 
 
 def _running(report: ShareReport, most: float) -> float:

@@ -329,6 +329,21 @@ def shares(state: Shared) -> list[int]:
     return [server.engine.num_running for server in state.servers]
 
 
+def test_a_server_whose_lease_had_ended_keeps_only_what_the_others_leave(state: Shared) -> None:
+    """It reports what may have gone on since, and all of that is lent to the registry's own engine."""
+    state.request(number=2, count=4, max_tokens=200, arrives=True)
+    state.renew(2, 2, ARRIVES, True)
+    assert shares(state) == [0, 0, 4]
+    state.wait(LEASE_S + 1)
+    state.request(number=0, count=3, max_tokens=200, arrives=True)
+    state.request(number=2, count=2, max_tokens=200, arrives=True)
+    state.renew(2, 3, ARRIVES, True)
+    state.step(0, 1)
+    assert shares(state) == [3, 0, 0]
+    state.rounds(3)
+    assert shares(state) == [3, 0, 2]
+
+
 def test_one_that_uses_a_limit_alone_has_all_of_it_at_once(state: Shared) -> None:
     """Its first question is answered before its first request comes; more may come with that one."""
     state.request(1, 1, 200, arrives=True)
