@@ -6,4 +6,4 @@ LOGITS, ROW_BYTES, WIDTH, PEAKS, NUM_PEAKS, OUT = range(NUM_ROWS + 1, NUM_ROWS +
 """Indices in the kernel's arguments, after the counters and the rows. PEAKS: 0, or what `peaks_of` returns."""
 NUM_ARGS = OUT + 1
 NOT_FINITE = -1
-"""Index of the largest of numbers one of which is NaN or infinite; `backend.NO_TOKEN` as a result of the op."""
+"""Written instead of an index if any of the numbers is NaN or infinite; the same number as `backend.NO_TOKEN`."""
