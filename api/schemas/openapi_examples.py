@@ -75,16 +75,16 @@ _CHAT: Json = {
     "object": "chat.completion",
     "created": _CREATED,
     "model": "mia",
-    "system_fingerprint": "lorasrv-0.1.0",
+    "system_fingerprint": "lorasrv-0.1.0-77a1f0c3b25e",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "Mia.", "refusal": None}, **_END}],
     "usage": _USAGE,
 }
 _CHAT_STREAM = (
     'data: {"id":"chatcmpl-3d1f","object":"chat.completion.chunk","created":1795323933,"model":"mia",'
-    '"system_fingerprint":"lorasrv-0.1.0","choices":'
+    '"system_fingerprint":"lorasrv-0.1.0-77a1f0c3b25e","choices":'
     '[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
     'data: {"id":"chatcmpl-3d1f","object":"chat.completion.chunk","created":1795323933,"model":"mia",'
-    '"system_fingerprint":"lorasrv-0.1.0","choices":'
+    '"system_fingerprint":"lorasrv-0.1.0-77a1f0c3b25e","choices":'
     '[{"index":0,"delta":{"content":"Mia."},"logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
@@ -93,13 +93,13 @@ _COMPLETION: Json = {
     "object": "text_completion",
     "created": _CREATED,
     "model": "mia",
-    "system_fingerprint": "lorasrv-0.1.0",
+    "system_fingerprint": "lorasrv-0.1.0-77a1f0c3b25e",
     "choices": [{"index": 0, "text": "Mia.", **_END}],
     "usage": _USAGE,
 }
 _COMPLETION_STREAM = (
     'data: {"id":"cmpl-3d1f","object":"text_completion","created":1795323933,"model":"mia",'
-    '"system_fingerprint":"lorasrv-0.1.0","choices":'
+    '"system_fingerprint":"lorasrv-0.1.0-77a1f0c3b25e","choices":'
     '[{"index":0,"text":"Mia.","logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )

@@ -25,7 +25,13 @@ from api.serving.chat import plan_chat, vocab_size_of
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
 from api.serving.model_resolver import ResolvedModel, resolve_target
-from api.serving.openai_responses import ChatFormat, CompletionFormat, ProtocolFormat, ResponseBuilder
+from api.serving.openai_responses import (
+    ChatFormat,
+    CompletionFormat,
+    ProtocolFormat,
+    ResponseBuilder,
+    system_fingerprint,
+)
 from api.serving.overflow import room_for_prompt
 from api.serving.prompts import check_lengths, last_tokens, num_kept, token_ids
 from api.serving.resumption import StreamResumption, seeded
@@ -351,6 +357,7 @@ async def _plan(
         prompt_ids=[list(prompt) for prompt in prompts if not isinstance(prompt, str)]
         if body.return_token_ids
         else None,
+        system_fingerprint=system_fingerprint(engine.fingerprint),
     )
     return GenerationPlan(
         writer=builder if write is None else write(builder),

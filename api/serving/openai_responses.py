@@ -30,6 +30,7 @@ from lorasrv.text.tool_parsers.base import Part, Reasoning, TextReader, ToolCall
 from lorasrv.text.tool_parsers.formats import ToolFormat
 
 SYSTEM_FINGERPRINT = f"lorasrv-{__version__}"
+"""`system_fingerprint` of an engine whose answers may depend on their batch."""
 
 
 class ProtocolFormat(Protocol):
@@ -141,6 +142,13 @@ def _joined(outputs: Sequence[RequestOutput], before: str) -> str:
     return before + "".join(output.text for output in outputs)
 
 
+def system_fingerprint(engine: str) -> str:
+    """Return OpenAI's `system_fingerprint` for the fingerprint of an engine: while it stays the same, a request with a
+    seed gets the same answer from the same version of an adapter.
+    """
+    return f"{SYSTEM_FINGERPRINT}-{engine[:12]}" if engine else SYSTEM_FINGERPRINT
+
+
 @dataclass(frozen=True)
 class ResponseBuilder:
     """Build one request's response, with one choice or many."""
@@ -164,6 +172,7 @@ class ResponseBuilder:
     dropped_turns: int | None = None
     # Token ids of the prompts; None: token ids of prompts and answers are not returned.
     prompt_ids: Sequence[list[int]] | None = None
+    system_fingerprint: str = SYSTEM_FINGERPRINT
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
@@ -318,7 +327,7 @@ class ResponseBuilder:
             "object": kind,
             "created": self.created_s,
             "model": self.target.name,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "system_fingerprint": self.system_fingerprint,
             "choices": choices,
         }
 

@@ -18,7 +18,7 @@ VARYING = (
     (rb"sha256:[0-9a-f]{64}", b"sha256:" + b"0" * 64),
     (rb"-[0-9a-f]{24}", b"-" + b"0" * 24),
     (rb'"created":\d+', b'"created":0'),
-    (rb'"lorasrv-[0-9.]+"', b'"lorasrv-0.1.0"'),
+    (rb'"lorasrv-[0-9.]+-', b'"lorasrv-0.1.0-'),
     (rb'"(first_token_ms|total_ms)":[\d.]+', rb'"\1":0'),
 )
 

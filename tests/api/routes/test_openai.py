@@ -63,6 +63,15 @@ class TestWholeAnswers:
         assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop": ("a", "b")}
         assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.max_tokens) == ((1, 2), True, 9)
 
+    def test_system_fingerprint_tells_engines_apart(self, server, engine) -> None:
+        """Except those whose answers may depend on their batch, which have no fingerprint."""
+        shown = []
+        for engine.fingerprint in ("0123456789abcdef", "fedcba9876543210", ""):
+            one, other = server.chat().json(), server.complete().json()
+            assert one["system_fingerprint"] == other["system_fingerprint"]
+            shown.append(one["system_fingerprint"].removeprefix(f"lorasrv-{__version__}"))
+        assert shown == ["-0123456789ab", "-fedcba987654", ""]
+
     def test_defaults_and_nulls(self, server, engine) -> None:
         server.complete()
         server.chat()
@@ -92,7 +101,7 @@ class TestStreams:
         response = server.complete(stream=True)
         head = json.dumps(events(response)[0]["id"])
         created = events(response)[0]["created"]
-        model = f'"model":"tiny-base","system_fingerprint":"lorasrv-{__version__}"'
+        model = f'"model":"tiny-base","system_fingerprint":"lorasrv-{__version__}-double"'
         start = f'data: {{"id":{head},"object":"text_completion","created":{created},{model},"choices":'
         assert response.content.decode() == (
             f'{start}[{{"index":0,"text":"ö","logprobs":null,"finish_reason":null}}]}}\n\n'
