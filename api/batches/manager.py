@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -281,7 +282,8 @@ class BatchManager:
     def _start(self, batch_id: str) -> None:
         task = self._tasks.get(batch_id)
         if (task is None or task.done()) and not self.records[batch_id].state.is_over:
-            self._tasks[batch_id] = asyncio.create_task(self._live(batch_id))
+            # In a context of its own: its lines belong to no HTTP request.
+            self._tasks[batch_id] = asyncio.create_task(self._live(batch_id), context=Context())
 
     async def _stop(self, batch_id: str) -> None:
         task = self._tasks.get(batch_id)

@@ -7,7 +7,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,7 +48,8 @@ class RequestInfo:
         self.answers: list[FinishedRequestStats] = []
         self.received = bytearray()
         self.sent = bytearray()
-        self._is_over = False
+        self._open: set[str] = set()
+        self._when_over: Callable[[], object] | None = None
 
     @property
     def method(self) -> str:
@@ -95,17 +97,35 @@ class RequestInfo:
         """Return one answer per prompt, the first choice, so that a prompt with several choices counts once."""
         return [answer for answer in self.answers if not answer.is_further] or self.answers[:1]
 
-    def on_request_finished(self, request: FinishedRequestStats) -> None:
-        """Add a finished engine request; ignored after the response, because a batch continues in its context."""
-        if not self._is_over and len(self.answers) < MAX_ANSWERS:
-            self.answers.append(request)
+    def on_request_accepted(self, request_id: str) -> None:
+        """Note a request to the engine."""
+        self._open.add(request_id)
 
-    def on_response_ended(self) -> None:
-        """Finish: the response has been sent, or never will be."""
-        self._is_over = True
+    def on_request_finished(self, request: FinishedRequestStats) -> None:
+        """Add a finished engine request."""
+        self._open.discard(request.request_id)
+        if len(self.answers) < MAX_ANSWERS:
+            self.answers.append(request)
+        self._may_be_over()
+
+    def on_response_ended(self, when_over: Callable[[], object]) -> None:
+        """Note that the response has been sent, or never will be.
+
+        Args:
+            when_over: called once all engine requests have finished, too. Those of a client that leaves finish within
+                a step.
+        """
         self.seconds = time.monotonic() - self.began_s
         self.status = self.status or CLIENT_CLOSED_REQUEST
+        self._when_over = when_over
+        self._may_be_over()
+
+    def _may_be_over(self) -> None:
+        if self._when_over is None or self._open:
+            return
         self.broken |= self.status < 400 and any(answer.failed for answer in self.answers)
+        when_over, self._when_over = self._when_over, None
+        when_over()
 
 
 CURRENT: ContextVar[RequestInfo | None] = ContextVar("current_request", default=None)
@@ -114,7 +134,8 @@ Sink = Callable[[RequestInfo], None]
 
 
 class AccessMiddleware:
-    """Report each finished request to every sink; with `keeps_text`, including the beginnings of both bodies."""
+    """Report each request to every sink once its response and its engine requests have ended; with `keeps_text`,
+    including the beginnings of both bodies."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[Sink], keeps_text: bool = False) -> None:
         self._app = app
@@ -127,7 +148,7 @@ class AccessMiddleware:
             return
         seen = RequestInfo(scope)
         CURRENT.set(seen)
-        REQUEST_LISTENER.set(seen.on_request_finished)
+        REQUEST_LISTENER.set(seen)
 
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -151,8 +172,8 @@ class AccessMiddleware:
             seen.broken = True
             raise
         finally:
-            seen.on_response_ended()
-            self._tell(seen)
+            # In this context, so that log lines have the request's id.
+            seen.on_response_ended(partial(copy_context().run, self._tell, seen))
 
     def _tell(self, seen: RequestInfo) -> None:
         for sink in self._sinks:

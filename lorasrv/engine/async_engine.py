@@ -1,7 +1,7 @@
 """Async engine: one engine thread beside the event loop. They exchange only frozen messages without tensors.
 
-`EngineThread` hands over the outputs of steps, which are turned into text here. Every accepted request gets exactly one
-finished output, even when the engine dies.
+`EngineThread` hands over the outputs of steps, which are turned into text here. Every accepted request ends exactly
+once, even when the engine dies; an aborted one when its last output has come, so that all accounts of it agree.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ from lorasrv.engine.page_lender import PageLender
 from lorasrv.engine.pool_map import PoolMap
 from lorasrv.engine.request_stream import RequestStream
 from lorasrv.engine.step_retry import FaultHook
-from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping, name_of
+from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
 from lorasrv.metrics.request_observer import RequestObserver, RequestObservers
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.outputs import CLIENT, AdapterTier, EngineOutput, RequestId, RequestOutput
+from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestOutput
 from lorasrv.request import NO_OPTIONS, EngineCoreRequest, FixedPrefix, RequestOptions
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
@@ -123,6 +123,7 @@ class AsyncEngine:
         self.in_flight = InFlightRequests(self._abort_with_error)
         self.request_stats = RequestStats()
         self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.request_stats, *observers))
+        # Until the engine's last output has come, also after an abort.
         self._streams: dict[RequestId, RequestStream] = {}
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
         self._thread = EngineThread(self._engine, self._inbox, self._deliver, self._fail_all)
@@ -487,15 +488,17 @@ class AsyncEngine:
         processor = OutputProcessor(len(request.prompt_token_ids), request.sampling, detokenizer)
         return RequestStream(self, request, processor)
 
-    def _finish(self, request_id: RequestId, why: str = "") -> None:
-        """Forget a request, whose stream accepts no more outputs. Called exactly once for every accepted request."""
-        if self._streams.pop(request_id, None) is not None:
-            self.observers.on_finished(request_id, why)
+    def _finish(self, request_id: RequestId) -> None:
+        """Forget a request, of which no more outputs come or count. Called exactly once for every accepted request."""
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            self.observers.on_finished(request_id, stream.abort_reason)
 
-    def abort(self, request_id: RequestId, why: str = CLIENT) -> None:
-        """Have the engine finish a request before its next step. Called by its stream, which has ended for the
-        reason `why`."""
-        self._finish(request_id, why)
+    def abort(self, request_id: RequestId) -> None:
+        """Have the engine finish a request before its next step. Called by its stream.
+
+        The request counts until the engine's last output has come: an output on its way may have more tokens, or end
+        the answer for another reason.
+        """
         self._inbox.put(EndRequest(request_id, stopped=False))
 
     def _abort_with_error(self, request_id: RequestId, error: Exception) -> None:
@@ -513,13 +516,7 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            try:
-                result = stream.deliver(output)
-            except Exception as error:
-                # An error in one stream's text must not cost the others of this step their outputs.
-                _LOG.exception("request %s failed", output.request_id)
-                stream.abort(error)
-                continue
+            result = stream.deliver(output)
             self.observers.on_output(output.request_id, result)
             if result.finished:
                 self._finish(output.request_id)
@@ -541,5 +538,5 @@ class AsyncEngine:
         for number in list(self._utility_calls):
             self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):
-            stream.fail(kind(reason))
-            self._finish(stream.request_id, name_of(kind))
+            stream.abort(kind(reason))
+            self._finish(stream.request_id)

@@ -166,6 +166,10 @@ class EngineCore:
         """Return the results of utility calls since the last call."""
         return self._calls.take_results()
 
+    def take_outputs(self) -> list[EngineOutput]:
+        """Return the last outputs of requests that have finished since the last step."""
+        return self._scheduler.take_outputs()
+
     @property
     def is_computing(self) -> bool:
         """Return whether a step is in flight."""

@@ -153,6 +153,8 @@ class EngineThread:
                     self._core.call_utility(message.number, message.request)
             case EndRequest():
                 (self._core.stop if message.stopped else self._core.abort)(message.request_id)
+                # Delivered when the next step begins to compute: what the request held is free now.
+                self._unposted += self._core.take_outputs()
             case Shutdown():
                 return False
             case Wake():

@@ -134,6 +134,8 @@ class InFlightRequests(RequestObserver):
             use.ended_by = error
             for request_id in list(use.open):
                 self._abort(request_id, error)
+                # Ended for its reader: nobody has to wait until the engine has ended it, too.
+                self.on_finished(request_id)
         return len(doomed)
 
     def _of(self, adapter_id: str, versions: Collection[int]) -> set[InFlightUse]:

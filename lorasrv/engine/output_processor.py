@@ -45,18 +45,17 @@ class OutputProcessor:
             is_last = number == len(tokens)
             if output.logprobs:
                 offsets.append(self._num_chars + self._detokenizer.num_owed(token))
-            self._num_generated += 1
             is_stop = is_last and output.stop_token_id is not None
             text = "" if is_stop and not self._keep_stop else self._detokenizer.push(token)
             self._num_chars += len(text)
             if ended and is_last:
                 text += self._detokenizer.flush()
-            text, stop = self._without_stop(text)
+            text, stop = self._without_stop(text, number)
             texts.append(text)
             if stop is not None:
                 return self._cut(output, number, texts, offsets, stop)
         if not tokens and ended:
-            text, stop = self._without_stop(self._detokenizer.flush())
+            text, stop = self._without_stop(self._detokenizer.flush(), 0)
             texts.append(text)
             if stop is not None:
                 return self._cut(output, 0, texts, offsets, stop)
@@ -64,6 +63,10 @@ class OutputProcessor:
             texts[-1] += self._held
             return self._result(output, texts, offsets, output.finish_reason, output.stop_token_id)
         return self._result(output, texts, offsets)
+
+    def count(self, output: EngineOutput) -> RequestOutput:
+        """Count the tokens of one step's output that nobody will read, without their text."""
+        return self._result(output, (), (), output.finish_reason, output.stop_token_id)
 
     def repeat(self, request: EngineCoreRequest) -> RequestOutput:
         """Process the tokens that another engine has generated for a resumed request, as that engine did.
@@ -79,14 +82,15 @@ class OutputProcessor:
             raise InvalidRequest("the answer ends within the tokens of {param}", param="resumed_token_ids")
         return result
 
-    def _without_stop(self, text: str) -> tuple[str, str | None]:
-        """Append `text` to what was held back; return the text that may be shown, and the stop string that ends it or
-        None. A tail that may be the start of a stop string is held back."""
+    def _without_stop(self, text: str, num_tokens: int) -> tuple[str, str | None]:
+        """Append `text`, which ends with the first `num_tokens` of this step, to what was held back; return the text
+        that may be shown, and the stop string that ends it or None. A tail that may be the start of a stop string is
+        held back."""
         if not self._stop:
             return text, None
         old = len(self._held)
         text = self._held + text
-        if self._num_generated > self._min_tokens:
+        if self._num_generated + num_tokens > self._min_tokens:
             # A stop string that lies within the text held back does not count: it came in the first `min_tokens`.
             begins = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stop)
             at, stop = min((found for found in begins if found[0] >= 0), key=lambda found: found[0], default=(-1, None))
@@ -120,6 +124,7 @@ class OutputProcessor:
         reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
     ) -> RequestOutput:
+        self._num_generated += len(output.new_token_ids)
         return RequestOutput(
             request_id=output.request_id,
             text=texts[0] if len(texts) == 1 else "".join(texts),

@@ -4,6 +4,7 @@ Streams belong to the event loop's thread.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from lorasrv.errors import AdapterLoadFailed, name_of
 from lorasrv.outputs import CLIENT, EngineOutput, RequestId, RequestOutput, refused
 from lorasrv.request import EngineCoreRequest
 
+_LOG = logging.getLogger(__name__)
 MAX_SINGLE = 64
 """Most unread outputs that wait one by one for a slow reader; further ones are joined, up to `JOINED_TOKENS` each."""
 JOINED_TOKENS = 64
@@ -22,14 +24,18 @@ JOINED_TOKENS = 64
 class StreamOwner(Protocol):
     """Feed streams; implemented by `AsyncEngine`."""
 
-    def abort(self, request_id: RequestId, why: str = CLIENT) -> None:
-        """Finish the request before the next step, and its stream with it; `why` names the reason."""
+    def abort(self, request_id: RequestId) -> None:
+        """Have the engine finish the request before its next step."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
     """Iterate over the outputs of one accepted request, for one reader. Closing it early aborts the request within
     one step. Unread outputs are bounded by the length of the answer. The first output of a resumed request repeats its
     earlier tokens.
+
+    Attributes:
+        abort_reason: why the request was aborted: `client`, or an error's name; "" if it was not. The engine may have
+            finished the request all the same, before it was told.
 
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be loaded; nothing was generated.
@@ -47,6 +53,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.request = replace(request, hold=None)
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.abort_reason = ""
         self._engine = engine
         self._processor = processor
         self._unread: deque[RequestOutput | Exception] = deque()
@@ -81,18 +88,34 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def aclose(self, why: str = CLIENT) -> None:
         """Abort the request if it has not finished; `why` names the reason."""
         if not self._finished:
-            self._end()
-            self._engine.abort(self.request_id, why)
+            self._abort(why)
             self._wake_reader()
 
     def abort(self, error: Exception) -> None:
-        """Abort the request and raise `error` to its reader."""
-        self._engine.abort(self.request_id, name_of(type(error)))
-        self.fail(error)
+        """Abort the request if it has not finished, and raise `error` to its reader after the outputs so far."""
+        if not self._finished:
+            self._abort(name_of(type(error)))
+            self._put(error)
 
     def deliver(self, output: EngineOutput) -> RequestOutput:
-        """Take one step's output, in the event loop; return what the caller will see."""
-        result = self._processor.process(output)
+        """Take one step's output, in the event loop. An output that cannot be passed on aborts the request.
+
+        Returns:
+            What the reader will see. After an abort it sees nothing, and the tokens are only counted.
+        """
+        if self._finished:
+            return self._processor.count(output)
+        result = None
+        try:
+            result = self._processor.process(output)
+            self._pass_on(result)
+        except Exception as error:
+            # An error in one stream's text must not cost the others of this step their outputs.
+            _LOG.exception("request %s failed", self.request_id)
+            self.abort(error)
+        return self._processor.count(output) if result is None else result
+
+    def _pass_on(self, result: RequestOutput) -> None:
         if result.finished:
             self._end()
         if (refusal := refused(result)) is not None:
@@ -101,12 +124,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._put(AdapterLoadFailed(result.error))
         elif self._take is None or self._waiting_reader is None or not self._take(result):
             self._put(result)
-        return result
 
-    def fail(self, error: Exception) -> None:
-        """Raise `error` to the reader after the outputs so far; no more outputs will come."""
+    def _abort(self, why: str) -> None:
         self._end()
-        self._put(error)
+        self.abort_reason = why
+        self._engine.abort(self.request_id)
 
     def _end(self) -> None:
         self._finished = True

@@ -1,7 +1,7 @@
 """Observers of requests, for everything that keeps records of them: statistics, traces, queue bounds. No torch.
 
 Everything here belongs to the event loop's thread. For each accepted request, `on_finished` is called exactly once,
-after its last `on_output`, however it ends.
+after its last `on_output`, however it ends. A request that was aborted ends when the engine has finished it.
 """
 
 import logging
@@ -27,13 +27,15 @@ class RequestObserver:
         """
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
-        """Note an output for the client; the last one is finished."""
+        """Note an output of the engine, also one that comes after an abort. If the engine does not die, the last one
+        is finished."""
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         """Forget a request. Unknown ids are ignored.
 
         Args:
-            why: what ended it before its answer was complete: `client`, or an error as `name_of` spells it.
+            why: why it was aborted: `client`, or an error as `name_of` spells it. The engine may have finished it for
+                another reason, which its last output tells.
         """
 
     def on_refused(self, error: BaseException) -> None:

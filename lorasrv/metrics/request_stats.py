@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import name_of
@@ -29,7 +30,8 @@ class FinishedRequestStats:
     adapter_key: AdapterKey | None
     principal: str
     reason: FinishReason
-    # Cause of failure, such as `adapter_cold`; after `abort`, `client` or the error's name; "" if there is none.
+    # Cause of failure, such as `adapter_cold`; if it was aborted, even too late, `client` or the error's name; "" if
+    # there is none.
     why: str
     # Monotonic arrival time; the request ended `total_s` later.
     arrived_s: float
@@ -75,9 +77,19 @@ class FinishedRequestStats:
         return self.total_s - self.first_token_s if self.first_token_s is not None else 0.0
 
 
+class RequestListener(Protocol):
+    """Listen to the requests that are added in one context."""
+
+    def on_request_accepted(self, request_id: str) -> None:
+        """Note a request; its end will be told."""
+
+    def on_request_finished(self, request: FinishedRequestStats) -> None:
+        """Note the end of a request."""
+
+
 Listener = Callable[[FinishedRequestStats], None]
-REQUEST_LISTENER: ContextVar[Listener | None] = ContextVar("request_listener", default=None)
-"""Listener for the end of each request that is added in the current context."""
+REQUEST_LISTENER: ContextVar[RequestListener | None] = ContextVar("request_listener", default=None)
+"""Listener to each request that is added in the current context."""
 _LOG = logging.getLogger(__name__)
 FADE_S = 10.0
 MAX_ACCOUNTS = 8192
@@ -117,7 +129,7 @@ class _LiveRequest:
     principal: str
     prompt_tokens: int
     is_further: bool
-    listener: Listener | None
+    listener: RequestListener | None
     arrived_s: float
     first_s: float | None = None
     last_s: float = 0.0
@@ -156,7 +168,7 @@ class RequestStats(RequestObserver):
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
         """Open accounts for requests that arrived at `arrived_s`, on this object's clock, except those that a peer
-        counts. The listener of the caller's context is called when they end."""
+        counts. The listener of the caller's context is told of them."""
         listener = REQUEST_LISTENER.get()
         for message in (request for request in requests if not request.is_for_peer):
             # Move the account to the end: those at the front have not been requested for longest.
@@ -179,6 +191,8 @@ class RequestStats(RequestObserver):
                 tokens=len(message.resumed_token_ids),
                 resumed_tokens=len(message.resumed_token_ids),
             )
+            if listener is not None:
+                listener.on_request_accepted(message.request_id)
             if message.adapter_key is not None:
                 self.askers.pop(message.adapter_key, None)
                 self.askers[message.adapter_key] = message.account
@@ -207,17 +221,21 @@ class RequestStats(RequestObserver):
             else:
                 self.inter_token.add((now_s - request.last_s) / new, new)
             request.last_s = now_s
-        if output.finish_reason is not None:
-            del self._open[request_id]
-            if request.first_s is not None:
-                self.request.add(now_s - request.arrived_s)
-            self._over(request_id, request, output.finish_reason, _why(output), now_s)
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
         request = self._open.pop(request_id, None)
-        if request is not None and why:
+        if request is None:
+            return
+        reason, why = request.latest.finish_reason or FinishReason.ABORT, _why(request.latest) or why
+        now_s = self._clock()
+        if request.first_s is not None and reason is not FinishReason.ABORT:
+            self.request.add(now_s - request.arrived_s)
+        # A beam that ended with another one has no reason of its own.
+        if why and reason is FinishReason.ABORT:
             self.aborted[why] += 1
-            self._over(request_id, request, FinishReason.ABORT, why, self._clock())
+        if reason in (FinishReason.REFUSED, FinishReason.TIMEOUT):
+            self.rejected[why] += 1
+        self._over(request_id, request, reason, why, now_s)
 
     def of(self, adapter_id: str) -> RequestTotals:
         """Return an id's account; an empty one for an id without requests."""
@@ -252,8 +270,6 @@ class RequestStats(RequestObserver):
         self.first_token.add(now_s - request.arrived_s)
 
     def _over(self, request_id: RequestId, request: _LiveRequest, reason: FinishReason, why: str, now_s: float) -> None:
-        if reason in (FinishReason.REFUSED, FinishReason.TIMEOUT):
-            self.rejected[why] += 1
         latest, timing, arrived_s = request.latest, request.latest.timing, request.arrived_s
         ended = FinishedRequestStats(
             request_id=request_id,
@@ -278,9 +294,9 @@ class RequestStats(RequestObserver):
             fell_back=timing.fell_back,
             is_further=request.is_further,
         )
-        for listener in (*self.listeners, request.listener):
-            if listener is not None:
-                _tell(listener, ended)
+        own = [] if request.listener is None else [request.listener.on_request_finished]
+        for listener in (*self.listeners, *own):
+            _tell(listener, ended)
 
 
 def _tell(listener: Listener, ended: FinishedRequestStats) -> None:

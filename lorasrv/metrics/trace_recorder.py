@@ -80,21 +80,16 @@ class TraceRecorder(RequestObserver):
         request.latest = output
         if request.first_token_s is None and output.num_generated_tokens > len(request.message.resumed_token_ids):
             request.first_token_s = self._clock()
-        if output.finish_reason is not None:
-            self._end(request_id, output.finish_reason)
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
-        """Record an answer that failed, or for which its client did not wait: it was load, too. Answers that the end of
-        the engine cuts off are left out."""
-        if why in ENGINE_ENDED:
-            self._open.pop(request_id, None)
-        elif request_id in self._open:
-            self._end(request_id, FinishReason.ABORT)
-
-    def _end(self, request_id: RequestId, reason: FinishReason) -> None:
-        request = self._open.pop(request_id)
+        """Record an answer, also one that failed, or for which its client did not wait: it was load, too. Answers that
+        the end of the engine cuts off are left out."""
+        request = self._open.pop(request_id, None)
+        if request is None or why in ENGINE_ENDED:
+            return
         if request.latest is None or request.first_token_s is None:
             return  # nothing was generated: no answer, and hardly any load
+        reason = request.latest.finish_reason or FinishReason.ABORT
         self._write(_line(request, request.latest, reason, self._start_s, self._clock()))
 
     def _write(self, line: TraceRequest) -> None:

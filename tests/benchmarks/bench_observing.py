@@ -82,7 +82,7 @@ def of_requests() -> dict[str, float]:
     seen = RequestInfo({"method": "POST", "path": "/v1/completions", "headers": [], "state": {"request_id": "req-1"}})
     seen.answers.append(ENDED)
     seen.status = 200
-    seen.on_response_ended()
+    seen.on_response_ended(lambda: None)
     log, figures = request_logger(), HttpFigures()
     found = {"figures by route": best_us(lambda: figures.on_response_ended(seen))}
     with open(os.devnull, "w") as nowhere:

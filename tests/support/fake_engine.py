@@ -186,6 +186,8 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._finished = output.finished
         self.num_generated_tokens = output.num_generated_tokens
         self._engine.request_stats.on_output(self.request_id, output)
+        if output.finished:
+            self._engine.request_stats.on_finished(self.request_id)
         return output
 
     async def aclose(self, why: str = CLIENT) -> None:

@@ -28,7 +28,9 @@ from api.batches.manager import BatchManager
 from api.batches.records import BatchRecord, BatchStatus, FileRecord
 from api.batches.results import LineReply
 from api.errors import ApiError
+from api.observability.access_middleware import RequestInfo
 from lorasrv.errors import EngineDead
+from lorasrv.metrics.request_stats import REQUEST_LISTENER
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -290,6 +292,22 @@ async def test_cancelled_after_a_disk_was_full(
         lines = batches.files.path(name).read_bytes().splitlines() if name in batches.files.records else []
         assert len(list(map(json.loads, lines))) == count
     await batches.close()
+
+
+async def test_lines_belong_to_no_http_request(ask: Asked, manager) -> None:
+    """The request that made the batch would be told of them, and logged only after them."""
+    listeners: list[object] = []
+
+    async def note(_: int) -> None:
+        listeners.append(REQUEST_LISTENER.get())
+
+    batches = manager()
+    ask.hook(note)
+    token = REQUEST_LISTENER.set(RequestInfo({"method": "POST", "headers": []}))
+    batch = await begin(batches, 5)
+    REQUEST_LISTENER.reset(token)
+    await finish(batches, batch.id, 5)
+    assert listeners == [None] * 5
 
 
 async def test_a_file_is_in_use_before_its_batch_is_on_the_disk(manager) -> None:

@@ -271,15 +271,16 @@ def test_an_observer_that_raises_harms_nothing(caplog: pytest.LogCaptureFixture)
     assert "observing request" in caplog.text
 
 
-def test_answers_after_the_end_are_no_part_of_a_request() -> None:
-    """A batch runs on in the context of the request that made it, for hours."""
-    seen = RequestInfo({"method": "POST", "headers": []})
-    token = REQUEST_LISTENER.set(seen.on_request_finished)
+def test_a_request_is_over_when_its_last_answer_is() -> None:
+    """The engine ends the answers for a client that has left within a step."""
+    seen, told = RequestInfo({"method": "POST", "headers": []}), list[list[str]]()
+    token = REQUEST_LISTENER.set(seen)
     traffic = RequestStats()
     for number in range(2):
         traffic.on_accepted([EngineCoreRequest(RequestId(f"r{number}"), (1,), 1, SamplingParams())], 0.0)
     REQUEST_LISTENER.reset(token)
     traffic.on_finished(RequestId("r0"), "client")
-    seen.on_response_ended()
+    seen.on_response_ended(lambda: told.append([answer.request_id for answer in seen.answers]))
+    assert not told
     traffic.on_finished(RequestId("r1"), "client")
-    assert [answer.request_id for answer in seen.answers] == ["r0"]
+    assert told == [["r0", "r1"]]

@@ -455,6 +455,32 @@ async def test_observers_are_told_once_of_each_end(
     assert engine.request_stats.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, cause: 2}
 
 
+@pytest.mark.engine(dies=True)
+@pytest.mark.parametrize("end", ["shutdown", "death"])
+async def test_the_end_of_the_engine_leaves_no_aborted_request(
+    engine, ends, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Whether the engine has heard of the abort or not, and whatever comes of it."""
+    left, queued = [await engine.add(PROMPT, LONG, request_id=name) for name in ("left", "queued")]
+    await anext(left)
+    monkeypatch.setattr(engine._thread, "_deliver", lambda *_: None)
+    await left.aclose()
+    await until(lambda: engine.metrics.stats().requests_finished_total == {"abort": 1})
+    assert ends.finished == []
+    if end == "death":
+        monkeypatch.setattr(engine._engine, "step", _broken)
+    await queued.aclose("why it left")
+    await queued.aclose("another reason")
+    if end == "shutdown":
+        await engine.shutdown()
+    await until(lambda: not engine._streams)
+    assert sorted(ends.finished) == [("left", "client"), ("queued", "why it left")]
+    assert engine.request_stats.aborted == {"client": 1, "why it left": 1}
+    assert not list(engine.request_stats.open())
+    assert not engine.in_flight.by_adapter
+    assert engine.queue_limiter.num_tokens == 0
+
+
 class Unwritable(dict[RequestId, RequestStream]):
     """Takes one stream, and fails."""
 

@@ -42,6 +42,7 @@ def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStat
     now.s += 2.0
     traffic.on_output(rid, output(rid, 4))
     traffic.on_output(rid, output(rid, 5, last=True))
+    traffic.on_finished(rid)
     traffic.on_output(rid, output(rid, 9))
     account = traffic.of("mia")
     assert (account.requests, account.tokens, traffic.total.tokens) == (1, 5, 5)
@@ -58,6 +59,7 @@ def test_tokens_of_another_replica_are_counted_there(traffic: RequestStats) -> N
     traffic.on_accepted([message], 1000.0)
     for tokens in (20, 21, 30):
         traffic.on_output(rid, output(rid, tokens, last=tokens == 30))
+    traffic.on_finished(rid)
     assert (traffic.of("mia").tokens, traffic.total.tokens, ends[0].generated_tokens) == (10, 10, 10)
 
 
@@ -75,9 +77,29 @@ def test_who_left_is_no_answer(traffic: RequestStats) -> None:
     traffic.on_output(rid, output(rid, 1, last=True))
     other = accept(traffic, 1)
     traffic.on_output(other, output(other, 0, last=True))  # nothing was generated
+    traffic.on_finished(other)
     assert sum(traffic.request.counts) == sum(traffic.first_token.counts) == 0
     assert traffic.total.requests == 2
     assert not traffic._open
+
+
+@pytest.mark.parametrize(
+    ("last", "reason", "aborted", "answers"),
+    [(None, "abort", {"client": 1}, 0), (FinishReason.ABORT, "abort", {"client": 1}, 0), ("length", "length", {}, 1)],
+)
+def test_an_abort_counts_as_what_the_engine_made_of_it(
+    traffic: RequestStats, last: FinishReason | None, reason: str, aborted: dict[str, int], answers: int
+) -> None:
+    """Without a last output the engine has died."""
+    ends: list[FinishedRequestStats] = []
+    traffic.listeners.append(ends.append)
+    rid = accept(traffic, 0)
+    traffic.on_output(rid, output(rid, 3))
+    if last is not None:
+        traffic.on_output(rid, replace(output(rid, 4), finish_reason=FinishReason(last)))
+    traffic.on_finished(rid, "client")
+    assert [(end.reason, end.why, end.generated_tokens) for end in ends] == [(reason, "client", 3 + (last is not None))]
+    assert (traffic.aborted, traffic.request.count) == (aborted, answers)
 
 
 def test_a_steady_rate_is_that_rate_and_fades(traffic: RequestStats, now: SimpleNamespace) -> None:
@@ -111,6 +133,7 @@ def test_who_has_a_token_and_who_has_not(traffic: RequestStats) -> None:
     assert dict(traffic.open()) == {"mia": True, "tom": False}
     traffic.on_finished(second, "client")
     traffic.on_output(first, output(first, 2, last=True))
+    traffic.on_finished(first)
     assert not list(traffic.open())
     assert traffic.aborted == {"client": 1}
 
@@ -123,7 +146,9 @@ def test_whoever_listens_hears_of_the_end(traffic: RequestStats, now: SimpleName
         raise ZeroDivisionError
 
     traffic.listeners += [broken, heard.append]
-    token = REQUEST_LISTENER.set(own.append)
+    accepted: list[str] = []
+    listener = SimpleNamespace(on_request_accepted=accepted.append, on_request_finished=own.append)
+    token = REQUEST_LISTENER.set(listener)
     rid = accept(traffic, 0, "mia")
     REQUEST_LISTENER.reset(token)
     other = accept(traffic, 1, "tom")
@@ -132,12 +157,14 @@ def test_whoever_listens_hears_of_the_end(traffic: RequestStats, now: SimpleName
     traffic.on_output(rid, RequestOutput(rid, "", (), 1, 1, timing))
     now.s += 2.0
     traffic.on_output(rid, RequestOutput(rid, "", (), 1, 4, timing, finish_reason=FinishReason.STOP))
+    traffic.on_finished(rid)
     refused = RequestOutput(
         other, "", (), 1, 0, RequestTiming(), FinishReason.REFUSED, error="no", refusal=Refusal.COLD, retry_after_s=1.0
     )
     traffic.on_output(other, refused)
+    traffic.on_finished(other)
     ended, unanswered = heard
-    assert own == [ended]
+    assert (accepted, own) == ([rid], [ended])
     assert (ended.adapter_id, ended.reason, ended.why, ended.tier) == ("mia", "stop", "", "disk")
     assert (ended.prompt_tokens, ended.cached_tokens, ended.generated_tokens) == (1, 7, 4)
     assert (ended.queue_s, ended.load_s, ended.prefill_s, ended.decode_s, ended.total_s) == (0.5, 1.5, 1.0, 2.0, 5.0)

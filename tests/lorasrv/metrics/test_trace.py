@@ -110,8 +110,10 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
         recorder.on_output(RequestId("a"), _output("a", 1))
         clock.now += 1.0
         recorder.on_output(RequestId("a"), _output("a", 2, FinishReason.STOP))
+        recorder.on_finished(RequestId("a"))
         assert len((tmp_path / "t").read_text().splitlines()) == 1, "it is there before the recorder ends"
         recorder.on_output(RequestId("unknown"), _output("unknown", 1, FinishReason.STOP))
+        recorder.on_finished(RequestId("unknown"))
     [line] = read_trace(tmp_path / "t")
     assert line == TraceRequest(
         0.5, 3, 2, "mia", 16, 2, key="me", ttft_ms=500.0, total_ms=1500.0, queue_ms=2.0, load_ms=1.0,
@@ -121,19 +123,23 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
 
 def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> None:
     with TraceRecorder(tmp_path / "t", Clock()) as recorder:
-        recorder.on_accepted([_message(name) for name in ("leaves", "refused", "stops")], 1000.0)
+        recorder.on_accepted([_message(name) for name in ("leaves", "late", "refused", "stops")], 1000.0)
         recorder.on_output(RequestId("leaves"), _output("leaves", 4))
         recorder.on_finished(RequestId("leaves"), "client")
         recorder.on_finished(RequestId("leaves"), "client")
+        recorder.on_output(RequestId("late"), _output("late", 16, FinishReason.LENGTH))
+        recorder.on_finished(RequestId("late"), "client")
         recorder.on_output(RequestId("refused"), _output("refused", 0, FinishReason.REFUSED))
+        recorder.on_finished(RequestId("refused"))
         recorder.on_output(RequestId("stops"), _output("stops", 4))
         recorder.on_finished(RequestId("stops"), "server_stopping")
         # Another replica has generated what it begins with.
         recorder.on_accepted([replace(_message("resumed"), resumed_token_ids=(1, 2, 3))], 1000.0)
         recorder.on_output(RequestId("resumed"), _output("resumed", 3))
         recorder.on_output(RequestId("resumed"), _output("resumed", 3, FinishReason.TIMEOUT))
-    [line] = read_trace(tmp_path / "t")
-    assert (line.finish, line.output_tokens) == ("abort", 4)
+        recorder.on_finished(RequestId("resumed"))
+    lines = read_trace(tmp_path / "t")
+    assert [(line.finish, line.output_tokens) for line in lines] == [("abort", 4), ("length", 16)]
 
 
 def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
@@ -142,6 +148,7 @@ def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
             recorder.on_accepted([_message("a")], clock.now + 3)
             clock.now += 5
             recorder.on_output(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
+            recorder.on_finished(RequestId("a"))
     first, second = read_trace(tmp_path / "t")
     assert first.arrival_s == 3
     assert 8 <= second.arrival_s < 60, "after the end of the first, by the time that lay between"
@@ -154,6 +161,7 @@ def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
         with TraceRecorder(path, clock := Clock()) as recorder:
             recorder.on_accepted([_message("a")], clock.now)
             recorder.on_output(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
+            recorder.on_finished(RequestId("a"))
         with path.open("ab") as file:
             file.write(torn)
     assert len(read_trace(path)) == 2
@@ -179,6 +187,7 @@ def test_a_full_disk_ends_recording_and_nothing_else(tmp_path: Path, caplog: pyt
     recorder.on_accepted([_message("a"), _message("b")], 1000.0)
     for name in "ab":
         recorder.on_output(RequestId(name), _output(name, 1, FinishReason.STOP))
+        recorder.on_finished(RequestId(name))
     (record,) = caplog.records
     assert record.getMessage().startswith("the trace cannot be written (No space left on device)")
     assert (record.levelname, record.exc_info) == ("ERROR", None)

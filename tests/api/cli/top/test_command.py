@@ -36,6 +36,7 @@ def busy(server, engine, make_adapter):
         now.now += 1.0
         last = replace(first, num_generated_tokens=tokens, finish_reason=FinishReason.STOP)
         engine.request_stats.on_output(rid, last)
+        engine.request_stats.on_finished(rid)
     return server
 
 
