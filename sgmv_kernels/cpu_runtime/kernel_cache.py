@@ -12,8 +12,11 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +31,13 @@ from sgmv_kernels.cpu_runtime.kernel_names import Kernel
 from sgmv_kernels.cpu_runtime.processor import name_and_features
 
 logger = logging.getLogger(__name__)
+_VERSION = re.compile("[0-9a-f]{16}")
 _SOURCES = "cpu_*/*.py", "formats/*.py"
 """Files on which compiled code depends, and the measurements that are kept beside it (`measurements.py`)."""
 
 
+UNUSED_S = 30 * 86400.0
+"""Time since the last start with a folder after which starts of other versions delete it."""
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
 """Settings that are ignored: kernels are compiled for this processor, even if other Numba code is not."""
 
@@ -175,7 +181,10 @@ def _write(path: Path, stored: ObjectCode) -> bool:
 
 @cache
 def cache_directory() -> Path | None:
-    """Return the private folder for this processor and version of the sources, or None if there can be none."""
+    """Return the private folder for this processor and version of the sources, or None if there can be none.
+
+    Note that it is used, and delete the folders of others that have not been used for `UNUSED_S`.
+    """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         base.mkdir(parents=True, exist_ok=True)
@@ -196,7 +205,20 @@ def cache_directory() -> Path | None:
     except (OSError, RuntimeError) as error:
         logger.warning("compiled kernels cannot be kept: %s; every start compiles them anew", error)
         return None
+    with suppress(OSError):
+        os.utime(base)
+        _delete_unused(base.parent)
     return base
+
+
+def _delete_unused(parent: Path) -> None:
+    """Delete the folders of versions and processors that were not used for `UNUSED_S`. A process that has run since
+    then compiles the kernels that it still needs."""
+    oldest_s = time.time() - UNUSED_S
+    for folder in list(parent.iterdir()):
+        status = folder.lstat()
+        if _VERSION.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and status.st_mtime < oldest_s:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _version() -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,25 @@ def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: p
     assert kernel_code.cache_directory.__wrapped__() is None
 
 
+def test_folders_of_versions_that_nobody_starts_any_more_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = kernel_code.cache_directory.__wrapped__()
+    kernels, elsewhere, now = own.parent, tmp_path / "elsewhere", time.time()
+    ages = {kernels / ("a" * 16): 31, kernels / ("b" * 16): 29, kernels / "of-somebody": 31, elsewhere: 31, own: 31}
+    for folder, days in ages.items():
+        folder.mkdir(exist_ok=True)
+        (folder / "pointwise.norm").write_bytes(b"code")
+        os.utime(folder, (now - days * 86400,) * 2)
+    (kernels / ("c" * 16)).symlink_to(elsewhere)
+    for _ in range(2):
+        assert kernel_code.cache_directory.__wrapped__() == own
+    assert set(kernels.iterdir()) == {*ages, kernels / ("c" * 16)} - {kernels / ("a" * 16), elsewhere}
+    assert all((folder / "pointwise.norm").exists() for folder in {*ages} - {kernels / ("a" * 16)})
+    assert own.stat().st_mtime > now - 60, "the next version's start deletes it otherwise"
+
+
 LOST = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
 BROKEN = """
 import os, pathlib, sys
@@ -113,6 +133,11 @@ folder.mkdir(parents=True)
 (folder / "numba.py").write_text("raise ImportError('broken')")
 sys.path.insert(0, str(folder))
 os.environ["PYTHONPATH"] = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+"""
+DELETED = """
+import shutil
+from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
+shutil.rmtree(cache_directory())
 """
 HIDDEN = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
 IMPORTED = """
@@ -130,6 +155,7 @@ WARM = "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch
     ("code", "folder", "out", "log"),
     [
         pytest.param(NORM, "file", "numba True", "cannot be kept", id="a folder that cannot be made costs time only"),
+        pytest.param(DELETED + NORM, "new", "numba True", "cannot be kept", id="a later version deleted the folder"),
         pytest.param(LOST + NORM, "", "numba True", "cannot be kept: no home", id="no home"),
         pytest.param(BROKEN + NORM.replace("x =", WARM), "new", "torch ", "using plain torch", id="numba is broken"),
         pytest.param(HIDDEN + NORM, "new", "torch False", "using plain torch", id="numba is not installed"),
