@@ -78,11 +78,13 @@ class LineRunner:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._write())
+                writing = group.create_task(self._write())
                 workers = [group.create_task(self._work(lines)) for _ in range(self._concurrency)]
                 await asyncio.gather(*workers)
                 self._all_asked = True
                 self._arrived.set()
+                # Awaited here: at the end of the block, its failure leaves this task marked as cancelled (Python 3.11).
+                await writing
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
