@@ -24,7 +24,7 @@ from adapter_store.errors import AdapterError
 from api.auth.principal import ANYBODY, Caller
 from api.batches.files import BatchBounds, FileManager, KeyBounds, in_thread, new_file_id, unbroken
 from api.batches.input_lines import MAX_SHOWN_PROBLEMS, TooManyLines, duplicates, pending_lines, scan
-from api.batches.records import BatchRecord, BatchStatus, problem
+from api.batches.records import BatchRecord, BatchStatus, problem, waiting
 from api.batches.result_room import ResultRoom
 from api.batches.results import (
     LineReply,
@@ -84,6 +84,8 @@ class BatchManager:
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tallies: dict[str, Tally] = {}
+        # Why each batch that waits for the disk does so.
+        self._waiting: dict[str, Mapping[str, Any]] = {}
         self._rooms = {record.id: ResultRoom(self._least_room(record)) for record in self._open()}
         self._tidying: asyncio.Task[None] | None = None
         # One cancellation of a batch at a time: otherwise a second one could set back its state after it has ended.
@@ -125,7 +127,7 @@ class BatchManager:
         tally = self._tallies.get(record.id)
         if tally is not None:
             record = replace(record, completed=tally.completed, failed=tally.failed)
-        return record.shown(self.files.records)
+        return {**record.shown(self.files.records), "waiting": self._waiting.get(record.id)}
 
     async def create(
         self,
@@ -304,11 +306,19 @@ class BatchManager:
             except (OSError, AdapterError) as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                _LOG.warning("batch %s waits for the disk, %.0f s: %s", batch_id, RETRY_DISK_S, error)
-                await asyncio.sleep(RETRY_DISK_S)
+                await self._wait_for_disk(batch_id, error)
             except Exception:
                 _LOG.exception("batch %s failed", batch_id)
                 await self._fail(batch_id, [problem("internal error; see the server's log", "internal_error")])
+
+    async def _wait_for_disk(self, batch_id: str, error: OSError | AdapterError) -> None:
+        """Wait until the next try. Meanwhile the batch object says why."""
+        _LOG.warning("batch %s waits for the disk, %.0f s: %s", batch_id, RETRY_DISK_S, error)
+        self._waiting[batch_id] = waiting(error, int(self._clock() + RETRY_DISK_S))
+        try:
+            await asyncio.sleep(RETRY_DISK_S)
+        finally:
+            del self._waiting[batch_id]
 
     async def _validate(self, record: BatchRecord) -> None:
         path = self.files.path(record.input_file_id)

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from adapter_store.errors import StoreUnusable
+from adapter_store.errors import AdapterError, StoreFull, StoreUnusable
 from adapter_store.quota import ANONYMOUS
+from adapter_store.storage.full_disk import is_full
 from api.auth.principal import Caller, KeyLimits, Scope
 
 
@@ -131,6 +132,14 @@ class BatchRecord(_Record):
             "error_file_id": failures if failures in is_there else None,
             "request_counts": counts,
         }
+
+
+def waiting(error: OSError | AdapterError, retry_at: int) -> dict[str, Any]:
+    """Build a batch's `waiting`, which OpenAI's object lacks: why nothing happens until `retry_at`, in Unix seconds.
+    The log has the error itself, which may name paths."""
+    is_full_disk = is_full(error) if isinstance(error, OSError) else isinstance(error, StoreFull)
+    code, why = ("store_full", "is full") if is_full_disk else ("store_unusable", "fails")
+    return {"code": code, "message": f"the server's disk {why}; the batch tries again", "retry_at": retry_at}
 
 
 def problem(message: str, code: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """/v1/files and /v1/batches through openai-python: answered, refused, cancelled."""
 
 import asyncio
+import errno
 import io
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -322,6 +325,36 @@ class TestBatches:
         assert 0 < len(done) < 90
         assert client.batches.cancel(batch.id).status == "cancelled"
         assert len(engine.added) <= 20 + 16
+
+    @pytest.mark.parametrize(
+        ("number", "code", "why", "late_s"),
+        [(errno.ENOSPC, "store_full", "is full", 0.0), (errno.EIO, "store_unusable", "fails", 0.1)],
+    )
+    def test_it_says_that_it_waits_for_the_disk(
+        self, client, tmp_path, eventually, monkeypatch, number: int, code: str, why: str, late_s: float
+    ) -> None:
+        """Late: when all lines have been answered, and only their results are still to be written."""
+        write, seen = os.write, []
+
+        def fail(fd: int, data: bytes) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+                time.sleep(late_s)
+                raise OSError(number, os.strerror(number))
+            return write(fd, data)
+
+        monkeypatch.setattr("api.batches.manager.RETRY_DISK_S", 0.2)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", fail)
+            batch = begin(client, lines(2))
+            eventually(lambda: seen.append(client.batches.retrieve(batch.id)) or seen[-1].waiting)
+        waits, now = seen[-1], time.time()
+        assert waits.waiting["code"] == code
+        assert f"the server's disk {why}" in waits.waiting["message"]
+        assert abs(waits.waiting["retry_at"] - now) < 60
+        assert (waits.status, waits.errors, waits.metadata) == ("in_progress", None, None)
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+        after = client.batches.retrieve(batch.id)
+        assert (after.waiting, after.request_counts.completed) == (None, 2)
 
     def test_pages(self, client, finished) -> None:
         ids = [finished(lines(1)).id for _ in range(3)]
