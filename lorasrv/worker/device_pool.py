@@ -7,7 +7,7 @@ views are valid for one step.
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,7 +24,11 @@ from lorasrv.worker.host_memory import commit
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.h2d import take, upload
 from sgmv_kernels.ops import Ops
+
+GATHERED_BYTES = 16 << 20
+"""Device memory in which pages are gathered between their places and the host."""
 
 
 class DevicePool:
@@ -96,15 +100,12 @@ class DevicePool:
                     for source, target in op.copies:
                         self._pages[:, target].copy_(self._pages[:, source])
                 case SwapOut():
-                    kept = torch.empty((len(op.pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
-                    for place, page in zip(kept, op.pages, strict=True):
-                        place.copy_(self._pages[:, page])
+                    kept = self._read(op.pages)
                     self._swapped[op.request_id] = kept
                     swapped += kept.nbytes
                 case SwapIn():
                     kept = self._swapped[op.request_id]
-                    for place, page in zip(kept, op.pages, strict=True):
-                        self._pages[:, page].copy_(place)
+                    self._write(kept, op.pages)
                     del self._swapped[op.request_id]
                     swapped += kept.nbytes
                 case DropSwap():
@@ -136,10 +137,34 @@ class DevicePool:
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
         """Return pages in host memory: uint8 [P, block bytes]. Call it between two steps, in their thread."""
+        return self._read(pages).view(len(pages), self.block_bytes)
+
+    def _read(self, pages: Sequence[int]) -> Tensor:
+        """Return pages in host memory: uint8 [P, slabs, page bytes]."""
         rows = torch.empty((len(pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
-        for row, page in zip(rows, pages, strict=True):
-            row.copy_(self._pages[:, page])
-        return rows.view(len(pages), self.block_bytes)
+        if self.device.type == "cpu":
+            for row, page in zip(rows, pages, strict=True):
+                row.copy_(self._pages[:, page])
+            return rows
+        for part in self._parts(len(pages)):
+            _words(rows)[part].copy_(take(_words(self._pages).transpose(0, 1), pages[part]))
+        return rows
+
+    def _write(self, rows: Tensor, pages: Sequence[int]) -> None:
+        """Fill pages from host memory, uint8 [P, slabs, page bytes]."""
+        if self.device.type == "cpu":
+            for row, page in zip(rows, pages, strict=True):
+                self._pages[:, page].copy_(row)
+            return
+        for part in self._parts(len(pages)):
+            (places,) = upload([np.array(pages[part])], self.device)
+            _words(self._pages).transpose(0, 1).index_copy_(0, places, _words(rows)[part].to(self.device))
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Yield the parts in which pages are copied to or from a GPU's host: each is gathered on the device, and then
+        one copy, for which the host waits."""
+        step = max(1, GATHERED_BYTES // self.block_bytes)
+        return (slice(first, first + step) for first in range(0, count, step))
 
     def commit(self, slab: int, first_page: int, num_pages: int) -> None:
         """Have the system commit memory for pages of a slab; do nothing if the pool is not on the CPU or has no such
@@ -185,6 +210,11 @@ class DevicePool:
             return
         for source, target in pieces:
             target.copy_(source)
+
+
+def _words(pages: Tensor) -> Tensor:
+    """Return uint8 [..., N] as int64 [..., N / 8], of which fewer are copied."""
+    return pages.view(torch.int64)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -107,8 +107,9 @@ class Rehearsal:
         for each in (1, 2):
             yield _step([_request(number, kind) for number, kind in enumerate(KINDS * each)][:most])
         yield from self._prompts()
-        yield _step([_request(0)], CopyPages((PageCopy(0, 1),)), SwapOut(RequestId("0"), (0,)))
-        yield _step([_request(0)], SwapIn(RequestId("0"), (0,)))
+        for pages in ((0,), (0, 1)):
+            yield _step([_request(0)], CopyPages((PageCopy(0, 1),)), SwapOut(RequestId("0"), pages))
+            yield _step([_request(0)], SwapIn(RequestId("0"), pages))
 
     def _drafted(self, count: int) -> Iterator[SchedulerOutput]:
         """Yield steps of `count` answers with drafts, and of answers for which models draft, as far as they fit."""

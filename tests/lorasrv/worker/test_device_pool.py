@@ -1,11 +1,14 @@
 """Page operations on memory, in their order; adapters written where they were placed; on a CUDA device as well."""
 
+import numpy as np
 import pytest
 import torch
+from fake_gpu import DEVICE, FakeGpu
 
 from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageCopy, SwapIn, SwapOut
+from lorasrv.worker import device_pool
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.device_pool import DevicePool
@@ -55,6 +58,23 @@ def test_swapped_pages_keep_their_order_and_are_forgotten(memory: DevicePool) ->
     memory.apply([SwapIn(A, (11, 12, 13))])
     assert all(torch.equal(_page(memory, 11 + i), page) for i, page in enumerate(before))
     assert not memory._swapped
+
+
+def test_pages_go_to_a_gpus_host_and_back_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each copy the host waits."""
+    out, back = (7, 2, 30, 4, 9), (11, 12, 13, 14, 15)
+    with FakeGpu() as gpu:
+        memory = DevicePool(SPEC, PAGES, 16, KV_FORMATS["bfloat16"], DEVICE)
+        monkeypatch.setattr(device_pool, "GATHERED_BYTES", 2 * memory.block_bytes)
+        memory.slabs.copy_(torch.randint(0, 255, memory.slabs.shape, dtype=torch.uint8))
+        before = memory.read_pages(out)
+        waits = [gpu.num_waits]
+        for op in (SwapOut(A, out), SwapIn(A, back)):
+            memory.apply([op])
+            waits.append(gpu.num_waits)
+        assert torch.equal(memory.read_pages(back), before)
+        assert torch.equal(before[:1], memory._pages[:, 7].cpu().view(1, -1))
+    assert np.diff(waits).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("is_busy", [False, pytest.param(True, marks=on_gpu)])
