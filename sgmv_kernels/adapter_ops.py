@@ -6,6 +6,7 @@ Shapes: T token rows, S segments or rows with logits, R rank rows, H hidden, V v
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,11 +16,15 @@ from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import FLOATS, check_adapter, check_segments, check_slab, require, site_dims
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter, RowTokens
+from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.plans import PlannedSgmv, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables, places_of
 from sgmv_kernels.torch_ops.columns import columns_torch
 from sgmv_kernels.torch_ops.vocab_rows import own_embeddings_torch_, own_logits_
+
+KEPT_TOKENS = 64
+"""Adapters whose lists of own rows stay on the device: at most as long as two vocabularies, and usually short."""
 
 
 class AdapterOps(BackendOps):
@@ -32,6 +37,8 @@ class AdapterOps(BackendOps):
         super().__init__(device, backend, copies=copies)
         # For the layers, the ends outside them, and own rows of the vocabulary in the embedding and in the head.
         self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=5)
+        # The tokens of an adapter's own rows on the device, for each site of their layout.
+        self._row_tokens = lru_cache(KEPT_TOKENS)(lambda own: upload(own.tokens, device))
 
     def plan_sgmv(
         self,
@@ -167,7 +174,8 @@ class AdapterOps(BackendOps):
         require(fits, f"ids must be int64 [{plan.num_rows}]")
         self._check_own_rows(slabs, plan, tokens)
         self._check_rows(x, "x", plan, site_dims(plan, 0, site)[0])
-        own_embeddings_torch_(x, ids, slabs, plan, site, tokens)
+        known = [self._row_tokens(own)[site] for own in tokens]
+        own_embeddings_torch_(x, ids, slabs, plan, site, tokens, known)
 
     def own_logits_(
         self, logits: Tensor, states: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
@@ -189,7 +197,8 @@ class AdapterOps(BackendOps):
         highest = max((int(own.tokens[site].max(initial=-1)) for own in tokens), default=-1)
         fits = logits.dim() == 2 and len(logits) == len(states) and logits.shape[1] > highest
         require(fits, f"logits must be [{len(states)}, over {highest}]")
-        own_logits_(logits, states, slabs, plan, site, tokens, self.shrink)
+        known = [self._row_tokens(own)[site] for own in tokens]
+        own_logits_(logits, states, slabs, plan, site, tokens, known, self.shrink)
 
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
         """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.

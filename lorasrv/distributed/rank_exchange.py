@@ -17,6 +17,7 @@ from lorasrv.scheduler_output import SlotMoves
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange, SplitOutput, empty_logits
 from lorasrv.worker.step_rows import StepRows
+from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.plans import AttentionPlan
 from sgmv_kernels.ops import Ops
 
@@ -188,10 +189,10 @@ class RowExchange(RankExchange):
             self._comm.send(own, 0)
             return own[:0]
         states = own.new_empty((sum(map(len, self._sampled)), own.shape[1]))
-        for rank, places in enumerate(self._sampled):
+        for rank, places in enumerate(upload(self._sampled, own.device)):
             if len(places):
                 part = self._comm.receive((len(places), own.shape[1]), own.dtype, rank) if rank else own
-                states[torch.from_numpy(places)] = part
+                states.index_copy_(0, places, part)
         return states
 
 

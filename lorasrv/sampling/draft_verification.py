@@ -22,6 +22,7 @@ from lorasrv.sampling.sampler import distribution, or_none, sample_finite
 from lorasrv.scheduler_output import ScheduledRequest, children
 from sgmv_kernels.backend import NO_TOKEN
 from sgmv_kernels.metadata.draft_trees import ROOT
+from sgmv_kernels.metadata.h2d import take
 from sgmv_kernels.torch_ops.pointwise import likeliest_torch
 
 DrawnFrom = Callable[[ScheduledRequest, int], Probabilities | None]
@@ -68,24 +69,38 @@ def probed_tokens(likeliest: Tensor, requests: Sequence[ScheduledRequest]) -> di
         likeliest: [at least S] int64, as for `choose_tokens`.
     """
     found, first = dict[RequestId, tuple[int, ...]](), 0
-    for scheduled in requests if any(scheduled.drafts.probes.token_ids for scheduled in requests) else ():
+    if not any(scheduled.drafts.probes.token_ids for scheduled in requests):
+        return found
+    numbers = or_none(likeliest)
+    for scheduled in requests:
         first += scheduled.num_logit_rows
         if count := len(scheduled.drafts.probes.token_ids):
-            tokens = [token for token in or_none(likeliest[first - count : first]) if token is not None]
+            tokens = [token for token in numbers[first - count : first] if token is not None]
             if len(tokens) == count:
                 found[scheduled.request_id] = tuple(tokens)
     return found
 
 
 def _sampled(logits: Tensor, likeliest: Tensor, paths: Sequence["_Path"], drawn_from: DrawnFrom) -> list[int | None]:
-    """Return the token of each path's current row: for all rows at once on a GPU, without copying rows on a CPU."""
-    if logits.device.type != "cpu" and not any(path.is_rejecting for path in paths):
-        rows = [path.row for path in paths]
-        return sample_finite(logits[rows], [path.sampling_row() for path in paths], likeliest[rows])
-    return [_accepted(logits[path.row], likeliest[path.row], path, drawn_from) for path in paths]
+    """Return the token of each path's current row: for all rows at once on a GPU, without copying rows on a CPU.
+    Rejection sampling computes on the host."""
+    if logits.device.type == "cpu":
+        return [_token(logits[path.row], likeliest[path.row], path, drawn_from) for path in paths]
+    tokens: dict[int, int | None] = {}
+    if drawing := [path for path in paths if not path.is_rejecting]:
+        rows = [path.row for path in drawing]
+        found = sample_finite(take(logits, rows), [path.sampling_row() for path in drawing], take(likeliest, rows))
+        tokens |= zip(rows, found, strict=True)
+    if rejecting := [path for path in paths if path.is_rejecting]:
+        rows = [path.row for path in rejecting]
+        copied, best = take(logits, rows).cpu(), take(likeliest, rows).cpu()
+        for path, own, token in zip(rejecting, copied, best, strict=True):
+            tokens[path.row] = _token(own, token, path, drawn_from)
+    return [tokens[path.row] for path in paths]
 
 
-def _accepted(logits: Tensor, likeliest: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | None:
+def _token(logits: Tensor, likeliest: Tensor, path: "_Path", drawn_from: DrawnFrom) -> int | None:
+    """Return the token of a path's current row [V], which is on the host."""
     row = path.sampling_row()
     if not path.is_rejecting or likeliest == NO_TOKEN:
         return sample_finite(logits[None], [row], likeliest[None])[0]

@@ -12,7 +12,7 @@ Locally typical sampling: Meister et al. 2022, "Locally Typical Sampling" (arXiv
 surprise is nearest to the entropy of the distribution. Tested against transformers' `TypicalLogitsWarper`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,15 +135,10 @@ def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     """
     _add_bias(logits, rows)
     _penalise(logits, rows)
-    for row_logits, row in zip(logits, rows, strict=True):
-        if row.params.watermark and row.history:
-            _mark(row_logits, row)
+    _mark(logits, rows)
     logits.clamp_(-MAX_LOGIT, MAX_LOGIT)
-    for row_logits, row in zip(logits, rows, strict=True):
-        if (allowed := _allowed(row, logits.shape[1])) is not None:
-            row_logits.masked_fill_(_on(row_logits, ~allowed), BANNED)
-        if row.params.fsd_alpha > 0.0:
-            row_logits.copy_(_least_repetitive(row_logits, row))
+    _ban(logits, rows)
+    _repeat_least(logits, rows)
     return logits
 
 
@@ -185,11 +180,26 @@ def _penalties(number: int, row: SamplingMetadata, vocab_size: int) -> tuple[npt
     return np.full(len(tokens), number), tokens, np.full(len(tokens), p.repetition_penalty), minus
 
 
-def _mark(logits: Tensor, row: SamplingMetadata) -> None:
+def _mark(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
     """Add the watermark's `delta` to green tokens."""
-    watermark = row.params.watermark if isinstance(row.params.watermark, Watermark) else Watermark()
-    is_green = green(watermark, row.history[-1], np.arange(len(logits), dtype=np.uint32))
-    logits.add_(_on(logits, is_green).to(logits.dtype), alpha=watermark.delta)
+    is_green = {
+        number: green(_watermark(row), row.history[-1], np.arange(logits.shape[1], dtype=np.uint32))
+        for number, row in enumerate(rows)
+        if row.params.watermark and row.history
+    }
+    for number, own in _of_rows(logits, is_green):
+        logits[number].add_(own.to(logits.dtype), alpha=_watermark(rows[number]).delta)
+
+
+def _watermark(row: SamplingMetadata) -> Watermark:
+    return row.params.watermark if isinstance(row.params.watermark, Watermark) else Watermark()
+
+
+def _ban(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
+    """Exclude tokens that are not allowed."""
+    masks = {number: _allowed(row, logits.shape[1]) for number, row in enumerate(rows)}
+    for number, own in _of_rows(logits, {number: ~mask for number, mask in masks.items() if mask is not None}):
+        logits[number].masked_fill_(own, BANNED)
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
@@ -243,13 +253,22 @@ def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:
     return may
 
 
-def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
+def _repeat_least(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
+    """Replace logits by the scores of FSD."""
+    repeats = {
+        number: repetition(np.array(row.history, dtype=np.int64), row.params.fsd_ngram, logits.shape[1])
+        for number, row in enumerate(rows)
+        if row.params.fsd_alpha > 0.0
+    }
+    for number, own in _of_rows(logits, repeats):
+        logits[number].copy_(_least_repetitive(logits[number], own, rows[number].params))
+
+
+def _least_repetitive(logits: Tensor, repeats: Tensor, p: SamplingParams) -> Tensor:
     """Return FSD's [V] scores: (1 - alpha) p - alpha r for the likeliest tokens and -inf for others. The token with the
     highest score is chosen.
     """
-    p = row.params
     probs = torch.softmax(logits, dim=-1)
-    repeats = _on(logits, repetition(np.array(row.history, dtype=np.int64), p.fsd_ngram, len(logits)))
     candidates = probs.topk(min(p.top_k or DEFAULT_CANDIDATES, len(logits))).indices
     score = torch.where(probs > 0, (1 - p.fsd_alpha) * probs - p.fsd_alpha * repeats, BANNED)
     return torch.full_like(logits, BANNED).scatter(0, candidates, score[candidates])
@@ -259,6 +278,12 @@ def _on(logits: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
     """Copy an array to the logits' device, without waiting for it."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else host
+
+
+def _of_rows(logits: Tensor, arrays: Mapping[int, npt.NDArray[np.generic]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each row and its array [V] on the logits' device, to which all go in one copy."""
+    if arrays:
+        yield from zip(arrays, _on(logits, np.stack(list(arrays.values()))), strict=True)
 
 
 def typical(probs: Tensor, mass: float | Tensor) -> Tensor:

@@ -1,17 +1,19 @@
 """Compute log-probabilities of tokens for the rows that request them.
 
-A row gives the same floats in any batch and with any number of threads.
+A row gives the same floats in any batch and with any number of threads. The device is waited for once, for all rows.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lorasrv.outputs import RequestId, TokenLogprobs
 from lorasrv.scheduler_output import ScheduledRequest, path_along
+from sgmv_kernels.metadata.h2d import take, upload
 
 ROWS_AT_ONCE = 16
 """Rows ranked at a time; ranking takes 8 bytes per token in addition to the logits."""
@@ -41,7 +43,7 @@ def chosen_logprobs(
         first += scheduled.num_logit_rows
     if not rows:
         return {}
-    found = token_logprobs(logits[rows], tokens, tops)
+    found = token_logprobs(take(logits, rows), tokens, tops)
     answers: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
     for scheduled in requests:
         if scheduled.sampling.logprobs is not None and (said := chosen.get(scheduled.request_id)):
@@ -60,13 +62,14 @@ def prompt_logprobs(logits: Tensor, requests: Sequence[ScheduledRequest]) -> dic
     Args:
         logits: [R, V], the `prompt_rows` of the requests one after another.
     """
-    answers, first = {}, 0
+    tokens = [token for scheduled in requests for token in scheduled.prompt_targets]
+    tops = [scheduled.sampling.prompt_logprobs or 0 for scheduled in requests for _ in scheduled.prompt_targets]
+    found, answers, first = token_logprobs(logits[: len(tokens)], tokens, tops), {}, 0
     for scheduled in requests:
         targets = scheduled.prompt_targets
-        rows = logits[first : first + len(targets)]
+        own = found[first : first + len(targets)]
         first += len(targets)
-        found = token_logprobs(rows, targets, [scheduled.sampling.prompt_logprobs or 0] * len(targets))
-        known = tuple(one for one in found if one is not None)
+        known = tuple(one for one in own if one is not None)
         if len(known) == len(targets):
             answers[scheduled.request_id] = known
     return answers
@@ -80,29 +83,38 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
         token_ids: R tokens.
         tops: number of likeliest tokens that each row wants; among equal logits the smaller id comes first.
     """
-    answers: list[TokenLogprobs | None] = []
-    for first in range(0, len(logits), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        answers += _of_few(logits[part], token_ids[part], tops[part])
-    return answers
+    if not len(logits):
+        return []
+    (own,) = upload([np.array(token_ids, dtype=np.int64)], logits.device)
+    parts = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(logits), ROWS_AT_ONCE)]
+    ranked = [_ranked(logits[part], own[part], min(max(tops[part]), logits.shape[1])) for part in parts]
+    flat = torch.cat([table.flatten() for table in ranked]).cpu()
+    tables = torch.split(flat, [table.numel() for table in ranked])
+    rows = [row for table, numbers in zip(ranked, tables, strict=True) for row in numbers.view(table.shape).tolist()]
+    return [_answer(ids, values, top) for (ids, values), top in zip(rows, tops, strict=True)]
 
 
-def _of_few(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs | None]:
+def _answer(ids: Sequence[float], values: Sequence[float], top: int) -> TokenLogprobs | None:
+    if math.isnan(values[0]):
+        return None
+    token, *others = map(int, ids)
+    return TokenLogprobs(token, values[0], tuple(zip(others[:top], values[1 : 1 + top], strict=True)))
+
+
+def _ranked(logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
+    """Return [R, 2, 1 + count] fp64: each row's token and its `count` likeliest tokens, then their log-softmax, NaN for
+    a row that is not finite.
+
+    Args:
+        token_ids: [R] int64.
+    """
     whole = _log_sums(logits)[:, None]
-    own = torch.tensor(token_ids, device=logits.device)[:, None]
-    ids = torch.cat([own, likeliest(logits, min(max(tops), logits.shape[1]))], dim=1)
+    ids = torch.cat([token_ids[:, None], likeliest(logits, count)], dim=1)
     found = logits.gather(1, ids)
-    is_number = (torch.isfinite(found[:, :1]) & torch.isfinite(whole))[:, 0].tolist()
+    is_number = torch.isfinite(found[:, :1]) & torch.isfinite(whole)
     # The difference of two finite logits may exceed the range of a float.
     values = (found - whole).clamp_min(torch.finfo(torch.float32).min)
-    answers: list[TokenLogprobs | None] = []
-    for good, row_ids, row, top in zip(is_number, ids.tolist(), values.double().tolist(), tops, strict=True):
-        if not good:
-            answers.append(None)
-            continue
-        ranked = tuple(zip(row_ids[1 : 1 + top], row[1 : 1 + top], strict=True))
-        answers.append(TokenLogprobs(row_ids[0], row[0], ranked))
-    return answers
+    return torch.stack([ids.double(), torch.where(is_number, values, math.nan).double()], dim=1)
 
 
 def _log_sums(logits: Tensor) -> Tensor:

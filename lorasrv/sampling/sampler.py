@@ -179,9 +179,8 @@ def distribution(logits: Tensor, row: SamplingMetadata) -> npt.NDArray[np.float6
     """Return the probabilities [V] that a row's token is drawn from, after all adjustments.
 
     Args:
-        logits: [V] fp32, finite.
+        logits: [V] fp32 on the host, finite.
     """
-    logits = logits.cpu()
     if row.changes_logits:
         logits = adjusted_rows(logits[None].clone(), [row])[0]
     probs, candidates = _filtered(logits, row)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lorasrv.scheduler_output import ScheduledRequest
+from sgmv_kernels.metadata.h2d import take
 
 
 class SameVocabulary(NamedTuple):
@@ -49,7 +50,7 @@ def by_vocabulary(
     for size in sorted(sizes):
         of_answers, rows, first = _of(size, sampled, [s.num_logit_rows for s in sampled], 0)
         of_prompts, more, _ = _of(size, asked, [len(s.prompt_rows) for s in asked], first)
-        yield SameVocabulary(logits[:, : size or vocab_size][rows + more], None, of_answers, of_prompts)
+        yield SameVocabulary(take(logits[:, : size or vocab_size], rows + more), None, of_answers, of_prompts)
 
 
 def _of(

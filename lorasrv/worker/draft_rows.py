@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import torch
+import numpy as np
 from cachetools import LRUCache
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from lorasrv.sampling.logits_processors import SamplingMetadata
 from lorasrv.sampling.rejection import Probabilities
 from lorasrv.sampling.sampler import distribution
 from lorasrv.scheduler_output import NO_DRAFTS, ModelDraft, ScheduledRequest, path_along
+from sgmv_kernels.metadata.h2d import take, upload
 
 MIN_CONFIDENCE = 0.1
 """A draft ends when the model gives the whole draft a smaller probability than this."""
@@ -92,19 +93,20 @@ def draw(rows: Sequence[DraftRow], logits: Tensor) -> list[DraftRow]:
     chosen = choose_tokens(logits, requests)
     going = [at for at, s in enumerate(requests) if s.request_id in chosen]
     tokens = [chosen[requests[at].request_id][0] for at in going]
+    if rejecting := [at for at in going if rows[at].scheduled.by_rejection]:
+        # Before the tokens are taken: they would become part of `history`.
+        for at, own in zip(rejecting, take(logits, rejecting).cpu(), strict=True):
+            rows[at].drawn_from.append(distribution(own, SamplingMetadata.of(requests[at])))
     for at, token, sure in zip(going, tokens, confidence_of(logits, going, tokens), strict=True):
-        row = rows[at]
-        row.take(token, sure)
-        if row.scheduled.by_rejection:
-            row.drawn_from.append(distribution(logits[at], SamplingMetadata.of(requests[at])))
+        rows[at].take(token, sure)
     return [rows[at] for at in going if rows[at].has_next]
 
 
 def confidence_of(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """Return the probability of each token in its row of logits [N, V]."""
-    some = logits if len(rows) == len(logits) else logits[list(rows)]
-    picked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
-    found: list[float] = some.softmax(dim=-1).gather(1, picked)[:, 0].tolist()
+    some = logits if len(rows) == len(logits) else take(logits, rows)
+    (picked,) = upload([np.array(tokens, dtype=np.int64)], logits.device)
+    found: list[float] = some.softmax(dim=-1).gather(1, picked[:, None])[:, 0].tolist()
     return found
 
 
@@ -124,8 +126,7 @@ class LastStates:
             path = path_along(scheduled.draft_token_ids, scheduled.draft_parents, tokens[:-1])
             row[scheduled.request_id] = first + (path[-1] + 1 if path else 0)
             first += scheduled.num_logit_rows
-        rows = [row[s.request_id] for s in requests]
-        return self.states[torch.tensor(rows, dtype=torch.int64, device=self.states.device)]
+        return take(self.states, [row[s.request_id] for s in requests])
 
 
 class DrawnTokens:

@@ -17,6 +17,7 @@ from lorasrv.sampling.sampler import likeliest_finite
 from lorasrv.scheduler_output import DrafterOutput, ModelDraft, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.draft_heads import DraftHeads, MedusaHeads
 from lorasrv.worker.draft_rows import DraftRow, DrawnTokens, LastStates, confidence_of, draw
+from sgmv_kernels.metadata.h2d import take
 
 
 class MedusaRunner:
@@ -83,15 +84,19 @@ class MedusaRunner:
         logits = self._logits(torch.cat(guessed))
         likeliest = likeliest_finite(logits)
         confidence = confidence_of(logits, range(len(logits)), [token or 0 for token in likeliest])
-        first = 0
-        for row, count in zip(rows, counts, strict=True):
-            takes_likeliest = row.takes_likeliest
-            for number in range(first, first + count):
-                if not row.has_next or likeliest[number] is None:
-                    break
-                if takes_likeliest:
-                    row.take(likeliest[number] or 0, confidence[number])
-                else:
-                    draw([row], logits[number : number + 1])
-            first += count
+        takes_likeliest = [row.takes_likeliest for row in rows]
+        # For each answer whose draft continues, the row of its next logits.
+        going = {at: sum(counts[:at]) for at in range(len(rows))}
+        for depth in range(max(counts)):
+            going = {
+                at: number
+                for at, number in going.items()
+                if depth < counts[at] and rows[at].has_next and likeliest[number] is not None
+            }
+            for at, number in going.items():
+                if takes_likeliest[at]:
+                    rows[at].take(likeliest[number] or 0, confidence[number])
+            if drawing := [at for at in going if not takes_likeliest[at]]:
+                draw([rows[at] for at in drawing], take(logits, [going[at] for at in drawing]))
+            going = {at: number + 1 for at, number in going.items()}
         return max(counts)

@@ -23,3 +23,9 @@ def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     for target, array in zip(torch.split(packed, sizes), arrays, strict=True):
         target.copy_(torch.from_numpy(array.astype(np.int32)))
     return list(torch.split(packed.to(device, non_blocking=True).long(), sizes))
+
+
+def take(table: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows [N, ...] of a table. A list as an index would be copied by a copy that waits for the device."""
+    (places,) = upload([np.array(rows, dtype=np.int64)], table.device)
+    return table.index_select(0, places)

@@ -17,19 +17,22 @@ Shrink = Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
 
 
 def own_embeddings_torch_(
-    x: Tensor, ids: Tensor, slabs: Tensor, plan: SgmvPlan, site: int, tokens: Sequence[RowTokens]
+    x: Tensor,
+    ids: Tensor,
+    slabs: Tensor,
+    plan: SgmvPlan,
+    site: int,
+    tokens: Sequence[RowTokens],
+    known_tokens: Sequence[Tensor],
 ) -> None:
-    """See `ops.Ops.own_embeddings_`."""
+    """See `ops.Ops.own_embeddings_`; `known_tokens` are those of the site on the device."""
     tables, device, width = plan.tables, ids.device, x.shape[1]
     numbers = slabs.view(-1).view(plan.dtype)
     firsts = tables.records[:, site, :, 0].T
-    known_tokens = [own.tokens[site] for own in tokens]
-    permutation, panels, first_panels, *held = upload(
-        [tables.permutation, tables.panels, firsts.ravel(), *known_tokens], device
-    )
+    permutation, panels, first_panels = upload([tables.permutation, tables.panels, firsts.ravel()], device)
     columns = torch.arange(width, device=device)
     for s, (begin, end) in enumerate(tables.bounds.tolist()):
-        known, first = held[s], first_panels.view(firsts.shape)[s]
+        known, first = known_tokens[s], first_panels.view(firsts.shape)[s]
         if not len(known):
             continue
         rows = permutation[begin:end]
@@ -49,9 +52,10 @@ def own_logits_(
     plan: SgmvPlan,
     site: int,
     tokens: Sequence[RowTokens],
+    known_tokens: Sequence[Tensor],
     shrink: Shrink,
 ) -> None:
-    """See `ops.Ops.own_logits_`."""
+    """See `ops.Ops.own_logits_`; `known_tokens` are those of the site on the device."""
     tables, device = plan.tables, logits.device
     bounds = tables.bounds.tolist()
     parts: list[list[Tensor]] = [[] for _ in bounds]
@@ -62,7 +66,7 @@ def own_logits_(
         for s, (begin, end) in enumerate(bounds):
             if count := len(tokens[s].block(site, layer)):
                 parts[s].append(v[begin:end, :count])
-    permutation, *known = upload([tables.permutation, *(own.tokens[site] for own in tokens)], device)
+    (permutation,) = upload([tables.permutation], device)
     for s, (begin, end) in enumerate(bounds):
         if parts[s]:
-            logits[permutation[begin:end, None], known[s]] = torch.cat(parts[s], dim=1).to(logits.dtype)
+            logits[permutation[begin:end, None], known_tokens[s]] = torch.cat(parts[s], dim=1).to(logits.dtype)

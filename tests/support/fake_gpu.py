@@ -30,6 +30,7 @@ aten = torch.ops.aten
 EMPTY = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
 COPIES = (aten.copy_.default, aten._to_copy.default)
 READ_BY_HOST = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
+INDEXED = (aten.index.Tensor, aten.index_put_.default)
 Run = Callable[[], Any]
 
 
@@ -323,6 +324,8 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         goes_to_host = func in COPIES and (to or args[0].device) != DEVICE and not is_async
         is_read = func in READ_BY_HOST or goes_to_host
         self._gpu.note(str(func), tensors)
+        if func in INDEXED and any(map(_is_waited_for, args[1])):
+            self._gpu.wait_for(self._gpu.current.point())
         if is_read:
             self._gpu.wait_for(self._gpu.current.point())
             found = func(*_values(args), **kwargs)
@@ -353,6 +356,12 @@ def _is_of_host(arg: Any) -> bool:
     if isinstance(arg, Tensor):
         return arg.device != DEVICE
     return isinstance(arg, (int, float, torch.dtype, torch.layout)) or arg is None
+
+
+def _is_waited_for(index: Tensor | None) -> bool:
+    """Return whether the host waits for the device to use an index: it is copied there by a blocking copy, or its ones
+    are counted."""
+    return index is not None and (not isinstance(index, DeviceTensor) or index.dtype == torch.bool)
 
 
 class Tape:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as oracle
 
+from lorasrv.sampling import logits_processors
 from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows, repetition
 from lorasrv.sampling.sampler import sample, sample_finite
 from lorasrv.sampling.watermark import green
@@ -311,3 +313,25 @@ def _rows() -> st.SearchStrategy[SamplingMetadata]:
         },
     )
     return st.builds(make, fields, st.lists(tokens, max_size=10), st.none() | st.frozensets(tokens, max_size=5))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"logit_bias": ((2, 1.0),)},
+        {"repetition_penalty": 1.2},
+        {"watermark": True},
+        {"allowed_token_ids": (1, 2)},
+        {"fsd_alpha": 0.5},
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_what_rows_need_goes_to_a_device_together(kind: dict[str, object]) -> None:
+    """Each copy takes the engine's thread some microseconds."""
+
+    def num_copies(rows: int) -> int:
+        with mock.patch.object(logits_processors, "_on", wraps=logits_processors._on) as copied:
+            adjusted(_logits(rows), [_row(**kind)] * rows)
+        return copied.call_count
+
+    assert num_copies(5) == num_copies(1) > 0
