@@ -115,6 +115,12 @@ def test_wheels_are_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "b.whl").write_bytes(whole)
     gpu_run.unpack()
     assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["a", "b"]
+    # A call before may have come without them, or with others.
+    (tmp_path / "a.whl").rename(tmp_path / "c.whl")
+    with ZipFile(tmp_path / "c.whl", "w") as wheel:
+        wheel.writestr("c", "")
+    gpu_run.unpack()
+    assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["b", "c"]
 
 
 def test_what_travels_is_all_that_server_and_tests_need_but_torch() -> None:

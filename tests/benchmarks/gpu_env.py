@@ -42,9 +42,9 @@ def main() -> None:
         )
     try:
         importlib.import_module("api.server")
-        emit("server", imported=True)
+        emit("server", ok=True)
     except ImportError as error:
-        emit("server", imported=False, why=str(error))
+        emit("server", ok=False, why=str(error))
     emit("bandwidth", copy_gb_s=copy_bandwidth(device) / 1e9)
     a = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16)
     emit("product", bf16_tflop_s=2 * SIZE**3 / graph_us([lambda: a @ a] * 4) * 1e-6)

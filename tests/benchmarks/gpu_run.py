@@ -90,7 +90,7 @@ def stages(out: Path, dry: bool) -> tuple[Stage, ...]:
         script("compile", 70),
         script("checks", 90),
         script("answers", 200),
-        script("http", 120, "--tiny", file="gpu_server.py"),
+        script("http", 180, "--tiny", file="gpu_server.py"),
         replace(script("server", 360), least_share=0.9),
         Stage("worker", 40, (*PYTEST, "--noconftest", *WORKER_TESTS)),
         Stage("ops", 150, (*PYTEST, *spread, *slow_ones, "-k", "triton", *ops_tests)),
@@ -223,14 +223,20 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 
 def unpack() -> None:
-    """Unpack the carried wheels once; they hold no scripts that are needed."""
-    if not SITE.exists():
-        # A call that is cut off here leaves no part behind that looks whole.
-        part = SITE.with_suffix(".part")
-        part.mkdir(parents=True, exist_ok=True)
-        for wheel in sorted(WHEELS.glob("*.whl")):
-            ZipFile(wheel).extractall(part)
-        part.rename(SITE)
+    """Unpack the carried wheels, unless a call before has unpacked the same; they hold no scripts that are needed."""
+    wheels = sorted(WHEELS.glob("*.whl"))
+    names, unpacked = "\n".join(wheel.name for wheel in wheels), SITE.with_suffix(".txt")
+    if SITE.exists() and unpacked.is_file() and unpacked.read_text("utf-8") == names:
+        return
+    # A call that is cut off here leaves no part behind that looks whole.
+    part = SITE.with_suffix(".part")
+    for folder in (SITE, part):
+        shutil.rmtree(folder, ignore_errors=True)
+    part.mkdir(parents=True)
+    for wheel in wheels:
+        ZipFile(wheel).extractall(part)
+    unpacked.write_text(names, "utf-8")
+    part.rename(SITE)
 
 
 def report(rows: list[dict[str, Any]]) -> str:
