@@ -259,7 +259,19 @@ def compile_others(compiler: Compiler, *, full: bool) -> None:
         compile_linear(FP16, 9, 576, 576, 64, levels)
 
 
+def compile_exact(compiler: Compiler, *, full: bool) -> None:
+    """Compile the largest tiles of a server with `--dtype float32`, whose products take long to compile."""
+    del full
+    for name in ("qkv", "down"):
+        compiler.label = f"{name}, 2048 rows, {HIGH_RANK}"
+        compile_sgmv(FP32, FP32, 2048, SITES[name], 256)
+    for heads, kv_heads, dim in HEADS:
+        compiler.label = f"masses of pages, heads of {dim}"
+        compile_page_mass(FP32, "float32", heads, kv_heads, dim)
+
+
 KINDS = {
+    "exact": compile_exact,
     "linears": compile_linears,
     "served": compile_served,
     "files": compile_files,
@@ -314,6 +326,16 @@ def test_a_measured_table_fits_its_device(kind: str) -> None:
     facts = compiled(90, kind, "NVIDIA H200")
     assert len(facts) > BOUNDS[kind].kernels
     wrong = [str(one) for one in facts if one.loop_spills > 8 or one.shared > SHARED_BYTES[90] or one.races]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "options"), [(89, ()), (90, ("NVIDIA H200",))], ids=["sm89", "an H200"])
+def test_kernels_in_float32_fit_the_device(arch: int, options: tuple[str, ...]) -> None:
+    """Their tiles have twice the bytes. A launch that needs more shared memory than there is would fail."""
+    facts = compiled(arch, "exact", *options)
+    assert len(facts) >= 12
+    wrong = [str(one) for one in facts if one.shared > SHARED_BYTES[arch] or one.races]
     assert not wrong, "\n".join(wrong)
 
 
