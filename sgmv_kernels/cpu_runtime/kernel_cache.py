@@ -38,6 +38,8 @@ _SOURCES = "cpu_*/*.py", "formats/*.py"
 
 UNUSED_S = 30 * 86400.0
 """Time since the last start with a folder after which starts of other versions delete it."""
+ROOM_BYTES = 1 << 20
+"""Free bytes of a disk on which kernels can be kept; all together take about half of them."""
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
 """Settings that are ignored: kernels are compiled for this processor, even if other Numba code is not."""
 
@@ -81,6 +83,11 @@ def address_of(module: str, function: str) -> int:
 def missing(kernels: Sequence[Kernel], directory: Path) -> list[Kernel]:
     """Return the kernels that a directory does not have."""
     return [kernel for kernel in kernels if _read(directory / ".".join(kernel)) is None]
+
+
+def can_be_written(directory: Path) -> bool:
+    """Return whether a directory takes kernels, as far as its rights and the room on its disk tell."""
+    return os.access(directory, os.W_OK) and shutil.disk_usage(directory).free >= ROOM_BYTES
 
 
 def compile_into(directory: Path, kernel: Kernel) -> bool:
@@ -166,17 +173,34 @@ def _read(path: Path) -> ObjectCode | None:
 
 
 def _write(path: Path, stored: ObjectCode) -> bool:
-    """Replace a file atomically, since another process may read or write it; return whether it was written."""
+    """Store a kernel; return whether it was written."""
     rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
+    return replace_file(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+
+
+def replace_file(path: Path, content: bytes) -> bool:
+    """Replace a file of the cache atomically, since another process may read or write it; return whether it was
+    written."""
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = Path(folder) / path.name
-            whole.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+            whole.write_bytes(content)
             os.replace(whole, path)
     except OSError as error:
-        logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
+        _warn_not_kept(path.parent, error.strerror or str(error))
         return False
     return True
+
+
+@cache
+def _warn_not_kept(directory: Path, why: str) -> None:
+    """Log, once for each reason, that nothing can be written to the cache."""
+    logger.warning(
+        "compiled kernels cannot be kept in %s: %s; every start compiles them anew; make room there, make the folder "
+        "writable, or set XDG_CACHE_HOME to another one",
+        directory,
+        why,
+    )
 
 
 @cache
@@ -203,7 +227,11 @@ def cache_directory() -> Path | None:
                 logger.warning("%s is open to other users: every start compiles kernels anew", base)
                 return None
     except (OSError, RuntimeError) as error:
-        logger.warning("compiled kernels cannot be kept: %s; every start compiles them anew", error)
+        logger.warning(
+            "compiled kernels cannot be kept: %s; every start compiles them anew; set XDG_CACHE_HOME to a folder that "
+            "can be written",
+            error,
+        )
         return None
     with suppress(OSError):
         os.utime(base)

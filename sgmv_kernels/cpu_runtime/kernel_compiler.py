@@ -17,17 +17,23 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO
 
-from sgmv_kernels.cpu_runtime.kernel_cache import OF_TARGET, address_of, cache_directory, compile_into, missing
+from sgmv_kernels.cpu_runtime.kernel_cache import (
+    OF_TARGET,
+    address_of,
+    cache_directory,
+    can_be_written,
+    compile_into,
+    missing,
+)
 from sgmv_kernels.cpu_runtime.kernel_names import OF_SOME_MODELS, Kernel
 
 logger = logging.getLogger(__name__)
@@ -104,12 +110,14 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
     if directory is None or not absent:
         yield None
         return
-    with tempfile.TemporaryFile() as errors:
+    with ExitStack() as opened:
         names = [*([_IN_BACKGROUND] if in_background else []), *map(".".join, absent)]
         # OpenBLAS would start threads, and a process with threads should not fork.
         kept = {name: value for name, value in os.environ.items() if name not in OF_TARGET}
         environment = {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
+            # In memory: there may be no folder for temporary files, or no room.
+            errors = opened.enter_context(os.fdopen(os.memfd_create("errors"), "w+b"))
             process = subprocess.Popen(
                 [*COMMAND, *names],
                 stdin=subprocess.DEVNULL,
@@ -132,12 +140,12 @@ def compiling(kernels: Sequence[Kernel], *, in_background: bool = False) -> Iter
 
 
 def place() -> Path | None:
-    """Return the folder for compiled kernels, or None without such a folder or without Numba."""
+    """Return the folder for compiled kernels, or None without Numba or a folder that can be written."""
     try:
         directory = cache_directory()
     except ImportError:
         return None
-    return directory if directory is not None and os.access(directory, os.W_OK) else None
+    return directory if directory is not None and can_be_written(directory) else None
 
 
 @contextmanager

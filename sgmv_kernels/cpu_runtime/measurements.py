@@ -1,14 +1,10 @@
 """Measurements of this machine, kept in files beside the compiled kernels. Imports no torch."""
 
 import json
-import logging
-import os
 from pathlib import Path
 from typing import Any
 
-from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
-
-logger = logging.getLogger(__name__)
+from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, replace_file
 
 
 def kept(file: str) -> dict[str, Any]:
@@ -20,15 +16,9 @@ def kept(file: str) -> dict[str, Any]:
 def keep(file: str, facts: dict[str, Any]) -> None:
     """Add measured values to the machine's file, atomically; do nothing if it cannot be written."""
     directory = cache_directory()
-    if directory is None:
-        return
-    path = directory / file
-    try:
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({**_facts(path), **facts}))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("%s cannot be kept: %s", file, error)
+    if directory is not None:
+        path = directory / file
+        replace_file(path, json.dumps({**_facts(path), **facts}).encode())
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def device(settings: ServerSettings) -> Check:
 
 def kernels(settings: ServerSettings) -> Check:
     """Report whether compiled kernels are cached."""
-    from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
+    from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, can_be_written, missing
+    from sgmv_kernels.cpu_runtime.kernel_names import common_kernels
+    from sgmv_kernels.formats.kv_format import get_kv_format
 
     if settings.kernels == "torch":
         return Check("ok", "plain torch, as set by --kernels: slow, nothing to compile")
@@ -119,6 +121,11 @@ def kernels(settings: ServerSettings) -> Check:
             "such a folder"
         )
         return Check("warn", "compiled kernels cannot be cached: each start compiles them again, some 15 s", fix)
+    wanted = common_kernels(settings.dtype, get_kv_format(settings.kv_cache_dtype, settings.dtype).name)
+    if not can_be_written(directory) and (lacking := missing(wanted, directory)):
+        what = f"{directory} cannot be written, or is on a full disk, and lacks {len(lacking)} kernels"
+        text = f"{what}: each start compiles them again"
+        return Check("warn", text, "make room there, make the folder writable, or set XDG_CACHE_HOME to another one")
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
     if not files:
         return Check("ok", f"none in {directory} yet: the first start compiles them, 5 to 15 s")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgmv_kernels.cpu_runtime import kernel_cache as kernel_code
+from sgmv_kernels.cpu_runtime import measurements
 
 NORM = """
 import logging, sys, torch
@@ -169,6 +170,20 @@ def test_what_is_missing_is_said_once_and_kernels_run(
     said, logged = _run(code, folder and tmp_path / folder)
     assert said.startswith(out)
     assert logged.count(log) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For all kernels and measurements together."""
+    folder = tmp_path / "gone"
+    monkeypatch.setattr(measurements, "cache_directory", lambda: folder)
+    code = kernel_code.ObjectCode("norm", (), b"")
+    assert [kernel_code._write(folder / name, code) for name in ("pointwise.norm", "pointwise.take")] == [False, False]
+    measurements.keep("threads.json", {"threads": 2})
+    [message] = caplog.messages
+    assert f"cannot be kept in {folder}: No such file or directory" in message
+    assert "set XDG_CACHE_HOME" in message
 
 
 def test_the_version_changes_with_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

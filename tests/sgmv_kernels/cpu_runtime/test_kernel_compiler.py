@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_a_process_that_fails_leaves_the_rest_to_this_one(
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("lacks", ["a folder", "the right to write", "Numba", "a missing kernel"])
+@pytest.mark.parametrize("lacks", ["a folder", "the right to write", "room", "Numba", "a missing kernel"])
 def test_no_process_without_a_use_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     def no_numba() -> Path:
         raise ImportError("Numba is not installed")
@@ -130,12 +131,24 @@ def test_no_process_without_a_use_for_it(folder: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(kernel_compiler, "cache_directory", lambda: None)
     elif lacks == "the right to write":
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    elif lacks == "room":
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     elif lacks == "Numba":
         monkeypatch.setattr(kernel_compiler, "cache_directory", no_numba)
     else:
         for module, name in KERNELS:
             kernel_cache._write(folder / f"{module}.{name}", kernel_cache.ObjectCode(name, (), b"code"))
     kernel_compiler.compile_missing(KERNELS, lambda *_: None)
+
+
+def test_no_folder_for_temporary_files_is_needed(compiled, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", no_folder)
+    names = [".".join(kernel) for kernel in KERNELS]
+    told, _ = compiled(KEEPS % str(folder) + f"for at, name in enumerate({names}): keep(name, at + 2)")
+    assert told[-1][1] == 1
 
 
 def test_no_process_can_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:

@@ -204,12 +204,16 @@ class TestMachine:
         monkeypatch.setattr("sgmv_kernels.cpu_runtime.kernel_cache.cache_directory", lambda: None)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
-    def test_findings(self) -> None:
+    def test_findings(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         libraries, threads = doctor_machine.libraries(), doctor_machine.threads()
         assert (libraries.status, libraries.fix) == ("fail", "pip install gguf rich")
         assert (threads.status, threads.fix.endswith("set OMP_NUM_THREADS=1")) == ("warn", True)
         kernels = [doctor_machine.kernels(ServerSettings(kernels=name)).status for name in ("auto", "torch")]
         assert kernels == ["warn", "ok"]
+        monkeypatch.setattr("sgmv_kernels.cpu_runtime.kernel_cache.cache_directory", lambda: tmp_path)
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        unkept = doctor_machine.kernels(ServerSettings())
+        assert (unkept.status, "cannot be written" in unkept.text) == ("warn", True)
         device = doctor_machine.device(ServerSettings(device="cuda"))
         assert (device.status, device.text.startswith("--device cuda: ")) == ("fail", True)
 
