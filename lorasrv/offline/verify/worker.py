@@ -8,12 +8,13 @@ import json
 import os
 import resource
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from lorasrv.offline.verify.job import VerifyJob
+from lorasrv.offline.verify.job import CannotVerify, VerifyJob
 from lorasrv.worker.host_memory import peak_bytes
 
 NICENESS = 19
@@ -54,6 +55,7 @@ class _Events:
             self._tell({"progress": [what, round(done, 2)]})
 
     def _verified(self, job: VerifyJob) -> dict[str, Any]:
+        _check_temporary_folder()
         import torch
 
         torch.set_num_threads(1)
@@ -77,6 +79,20 @@ class _Events:
         self._file.flush()
 
 
+def _check_temporary_folder() -> None:
+    """Check that temporary files can be written, as the reference needs, and libraries when they are imported.
+
+    Raises:
+        CannotVerify: they cannot.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise CannotVerify(
+            "the server has no folder for temporary files that can be written: mount one at /tmp, or set TMPDIR"
+        ) from None
+
+
 def _used() -> dict[str, float]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "peak_bytes": peak_bytes()}
@@ -85,7 +101,6 @@ def _used() -> dict[str, float]:
 def _shown(error: Exception) -> str:
     """Return the part of an error that the client may read; the server's log has the rest."""
     from adapter_store.errors import AdapterError
-    from lorasrv.offline.verify.job import CannotVerify
 
     if isinstance(error, CannotVerify | AdapterError):
         return str(error)

@@ -43,6 +43,14 @@ ENDS = {
     "crashes": "print('noise of a library', file=sys.stderr); os._exit(7)",
     "is killed": "os.kill(os.getpid(), 9)",
 }
+NO_TEMPORARY_FOLDER = """
+import tempfile
+def nowhere():
+    raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+tempfile.gettempdir = nowhere
+from lorasrv.offline.verify.worker import main
+main()
+"""
 
 
 class Children:
@@ -158,6 +166,15 @@ class TestAnswer:
 
 
 class TestEnds:
+    def test_no_folder_for_temporary_files(self, make_server, make_adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+        command = [sys.executable, "-P", "-c", NO_TEMPORARY_FOLDER]
+        monkeypatch.setattr("api.app.Verifier", lambda: Verifier(command))
+        server = make_server()
+        server.upload(make_adapter(), "mia").raise_for_status()
+        response = verify(server)
+        assert coded(response) == (503, "verification_failed")
+        assert "no folder for temporary files that can be written" in error_of(response)["message"]
+
     @pytest.mark.parametrize(
         ("end", "says"),
         [("fails", "the adapter overflows"), ("crashes", "exit code 7"), ("is killed", "signal 9")],
