@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterError, OriginUnreachable, StoreUnusable
+from adapter_store.errors import AdapterError, CacheFull, OriginUnreachable, StoreFull, StoreUnusable
 from adapter_store.registry.feed_page import FeedPage, Position
 from adapter_store.registry.name_feed import Followed
 from adapter_store.store import AdapterStore
@@ -243,16 +243,19 @@ class Follower:
 
     async def _follow(self) -> None:
         """Ask for changes repeatedly; each question waits at the registry until there are some."""
-        pause_s = PAUSE_S
+        pause_s, logged = PAUSE_S, ""
         while True:
             try:
                 await self._poll(POLL_S)
-                pause_s = PAUSE_S
+                pause_s, logged = PAUSE_S, ""
             except Exception as error:
-                if not isinstance(error, AdapterError):
-                    _LOG.exception("cannot follow the registry; trying again")
-                elif not isinstance(error, OriginUnreachable):
-                    _LOG.error("cannot follow the registry: %s", error)
+                if not isinstance(error, OriginUnreachable) and str(error) != logged:
+                    logged = str(error)
+                    _LOG.error(
+                        "cannot follow the registry, and try again until it works: %s",
+                        error,
+                        exc_info=None if isinstance(error, AdapterError) else error,
+                    )
                 # Random, so that not all followers ask at once after a registry has restarted.
                 await asyncio.sleep(pause_s * (0.5 + random.random()))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -271,10 +274,11 @@ class Follower:
             if self._keys != known or await run_in_threadpool(self._store.feed.position) != position:
                 # Another question has changed the store meanwhile.
                 return False
-            # Keys first: a new name must not be visible with old keys.
-            page, keys = await run_in_threadpool(_take_keys, self._store, answer, position, known)
-            self._keys = self._keys if keys is None else keys
-            changed = await run_in_threadpool(self._store.follow, page)
+            with _room_for_changes():
+                # Keys first: a new name must not be visible with old keys.
+                page, keys = await run_in_threadpool(_take_keys, self._store, answer, position, known)
+                self._keys = self._keys if keys is None else keys
+                changed = await run_in_threadpool(self._store.follow, page)
         self._history = page.position.history
         if changed.ids and self._on_changed is not None:
             await self._on_changed(changed)
@@ -351,6 +355,17 @@ class Follower:
         if self._was_leased and not self.has_lease:
             self._was_leased = False
             _LOG.error("the lease of %g s is over, requests get 503 until the registry is back: %s", LEASE_S, error)
+
+
+@contextlib.contextmanager
+def _room_for_changes() -> Iterator[None]:
+    """Turn StoreFull, which tells a client that its own change was refused, into CacheFull."""
+    try:
+        yield
+    except StoreFull as error:
+        raise CacheFull(
+            "no room on this replica's disk for the registry's changes; once some is free, they are taken"
+        ) from error
 
 
 def _asking(position: Position | None, keys: str | None, wait_s: float) -> dict[str, Any]:

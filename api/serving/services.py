@@ -228,7 +228,7 @@ class Services:
             return "draining"
         if (problem := self.health_problem or self.engine.silence) is not None:
             return problem
-        return None if self.follower is None or self.follower.has_lease else "registry unreachable"
+        return None if self.follower is None or self.follower.has_lease else "no lease from the registry"
 
     @property
     def base_name(self) -> str:

@@ -131,7 +131,7 @@ def test_a_follower_is_ready_when_its_registry_has_answered(flags, tmp_path: Pat
     following = ("--port", ports[0], "--registry", registry_url)
     with serve(*common, *following, store=tmp_path / "cache") as node, httpx2.Client(trust_env=False) as http:
         node.until(lambda: "waiting for the registry" in node.log)
-        node.until(lambda: http.get(f"{url}/ready").json()["status"] == "registry unreachable")
+        node.until(lambda: http.get(f"{url}/ready").json()["status"] == "no lease from the registry")
         assert "ready:" not in node.log
         with serve(*common, "--port", ports[1], store=tmp_path / "registry", command="registry"):
             node.until(lambda: f"ready: {url} " in node.log)

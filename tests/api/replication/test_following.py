@@ -231,7 +231,7 @@ def test_a_replica_that_is_cut_off(cluster: Cluster, upload: Callable[..., int])
     node.ahead.s = LEASE_S + 1
     over = node.ask("mia")
     assert (over.status_code, over.json()["error"]["code"]) == (503, "registry_unreachable")
-    assert node.http.get("/ready").json() == {"status": "registry unreachable"}
+    assert node.http.get("/ready").json() == {"status": "no lease from the registry"}
     assert node.http.get("/health").status_code == 200
     cluster.registry.line.is_silent = False
     eventually(lambda: node.http.get("/ready").status_code == 200)
@@ -711,6 +711,32 @@ def test_a_batch_of_usage_that_is_none_is_refused(cluster: Cluster, changed: dic
     answers = [cluster.registry.http.post(USAGE, json=body, headers=headers).json() for _ in range(2)]
     assert answers == [{"counted": True}, {"counted": False}]
     assert cluster.follow().http.post(USAGE, json=body, headers=headers).status_code == 409
+
+
+def test_a_follower_whose_disk_has_no_room_for_changes(
+    cluster: Cluster, upload: Callable[..., int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests for new names may be sent to another server. The rest is answered until the lease ends, as the changes
+    are not here; the log has one line. Once there is room, the follower recovers."""
+    node = cluster.follow()
+    refusals = Mock(side_effect=StoreFull("no room on the store's disk for its index"))
+    with monkeypatch.context() as full:
+        full.setattr(node.store, "follow", refusals)
+        upload(cluster.registry, "mia")
+        refused = node.ask("mia")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_cache_full")
+        assert "no room on this replica's disk for the registry's changes" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "5"
+        assert node.ask(BASE).status_code == 200
+        eventually(lambda: refusals.call_count > 5)
+        node.ahead.s = LEASE_S + 1
+        assert node.http.get("/ready").json() == {"status": "no lease from the registry"}
+        eventually(lambda: "no room on this replica's disk" in node.ask(BASE).json()["error"]["message"])
+    eventually(lambda: node.ask("mia").status_code == 200)
+    assert [message for message in caplog.messages if "cannot follow" in message] == [
+        "cannot follow the registry, and try again until it works: no room on this replica's disk for the registry's "
+        "changes; once some is free, they are taken"
+    ]
 
 
 def test_a_follower_is_told_why_it_cannot_follow(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
