@@ -1,6 +1,7 @@
 """Create and lock the store's folder, so that two servers never share it."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from adapter_store.errors import StoreFull, StoreLocked, StoreUnusable
 from adapter_store.storage.blobs import disk_errors, fsync_directory
 
 LOCKS = Path("/proc/locks")
+_NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 @contextlib.contextmanager
@@ -19,7 +21,10 @@ def opening_errors(root: Path) -> Iterator[None]:
         with disk_errors("opening"):
             yield
     except StoreUnusable as error:
-        raise StoreUnusable(f"store {root} cannot be used: {error}") from error
+        cause = error.__cause__
+        is_shut = isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE
+        fix = "; its folder must be writable, even for commands that only read it" if is_shut else ""
+        raise StoreUnusable(f"store {root} cannot be used: {error}{fix}") from error
     except StoreFull as error:
         raise StoreFull(f"store {root}: {error}") from error
 

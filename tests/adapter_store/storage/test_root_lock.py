@@ -64,3 +64,9 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_with_the_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match=f"^store {tmp_path}: no room on the store's disk"), opening_errors(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_the_fix(tmp_path: Path) -> None:
+    fix = "Read-only file system; its folder must be writable, even for commands that only read it"
+    with pytest.raises(StoreUnusable, match=f"^store {tmp_path} cannot be used: .*{fix}"), opening_errors(tmp_path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
