@@ -54,6 +54,8 @@ CHANGES = (
 )
 KINDS = (GREEDY, *CHANGES, *DRAWS)
 DRAFTS = PlannedDrafts((0, 0), ("lookup", "lookup"))
+MANY_PAGES = 17
+"""Pages that a swap gathers with another kernel than fewer: `index_select` has one for up to 16 indices."""
 
 
 def _request(
@@ -107,7 +109,7 @@ class Rehearsal:
         for each in (1, 2):
             yield _step([_request(number, kind) for number, kind in enumerate(KINDS * each)][:most])
         yield from self._prompts()
-        for pages in ((0,), (0, 1)):
+        for pages in ((0,), (0, 1), (0,) * MANY_PAGES):
             yield _step([_request(0)], CopyPages((PageCopy(0, 1),)), SwapOut(RequestId("0"), pages))
             yield _step([_request(0)], SwapIn(RequestId("0"), pages))
 

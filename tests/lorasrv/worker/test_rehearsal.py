@@ -245,6 +245,14 @@ def test_no_step_is_larger_than_the_server_allows(max_model_len: int, max_rows: 
             assert scheduled.start + len(scheduled.token_ids) <= len(scheduled.page_table) * PAGE_SIZE
 
 
+def test_swaps_of_one_page_of_two_and_of_many_are_rehearsed() -> None:
+    """Torch gathers up to 16 pages with one kernel, and more with another."""
+    limits = DecoderLimits(64, 64, 64, torch.float32)
+    ops = [op for step in Rehearsal(SPEC, limits, PAGE_SIZE, (), Exchange()).steps() for op in step.page_ops]
+    for kind in (SwapOut, SwapIn):
+        assert [min(len(op.pages), 17) for op in ops if isinstance(op, kind)] == [1, 2, 17]
+
+
 @pytest.mark.parametrize("can_go_on", [True, False])
 def test_a_step_that_fails_ends_the_start_only_if_the_device_is_lost(
     can_go_on: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
