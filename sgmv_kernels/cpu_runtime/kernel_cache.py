@@ -34,12 +34,10 @@ logger = logging.getLogger(__name__)
 _VERSION = re.compile("[0-9a-f]{16}")
 _SOURCES = "cpu_*/*.py", "formats/*.py"
 """Files on which compiled code depends, and the measurements that are kept beside it (`measurements.py`)."""
-
-
 UNUSED_S = 30 * 86400.0
 """Time since the last start with a folder after which starts of other versions delete it."""
 ROOM_BYTES = 1 << 20
-"""Free bytes of a disk on which kernels can be kept; all together take about half of them."""
+"""Free bytes of a disk on which kernels can be kept; those of one server take about half of them."""
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
 """Settings that are ignored: kernels are compiled for this processor, even if other Numba code is not."""
 
