@@ -21,7 +21,7 @@
     ├── StoreLocked                        another server uses the store
     ├── StoreFollows                       the change belongs to the registry that this store follows
     ├── OriginUnreachable                  the registry cannot be reached now
-    ├── CacheFull                          a follower's cache has no room beside weights in use
+    ├── CacheFull                          a follower has no room for weights, or for its registry's changes
     │   └── CacheTooSmall                  the weights have more bytes than the whole cache
     ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     │   └── AdaptersRefused                adapters of it cannot be served; carries the reason for each
@@ -316,7 +316,8 @@ class OriginUnreachable(AdapterError):
 
 
 class CacheFull(AdapterError):
-    """Report weights that have no room in a follower's cache beside those in use."""
+    """Report weights that have no room in a follower's cache beside those in use, or new names that have none on its
+    disk."""
 
 
 class CacheTooSmall(CacheFull):

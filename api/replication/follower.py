@@ -249,8 +249,8 @@ class Follower:
                 await self._poll(POLL_S)
                 pause_s, logged = PAUSE_S, ""
             except Exception as error:
-                if not isinstance(error, OriginUnreachable) and str(error) != logged:
-                    logged = str(error)
+                if not isinstance(error, OriginUnreachable) and repr(error) != logged:
+                    logged = repr(error)  # the text alone may be empty
                     _LOG.error(
                         "cannot follow the registry, and try again until it works: %s",
                         error,

@@ -144,7 +144,7 @@ def _joined(outputs: Sequence[RequestOutput], before: str) -> str:
 
 def system_fingerprint(engine: str) -> str:
     """Return OpenAI's `system_fingerprint` for the fingerprint of an engine: while it stays the same, a request with a
-    seed gets the same answer from the same version of an adapter.
+    seed and the same prompt tokens gets the same answer from the same version of an adapter.
     """
     return f"{SYSTEM_FINGERPRINT}-{engine[:12]}" if engine else SYSTEM_FINGERPRINT
 

@@ -739,6 +739,20 @@ def test_a_follower_whose_disk_has_no_room_for_changes(
     ]
 
 
+def test_an_error_without_a_text_is_logged(
+    cluster: Cluster, upload: Callable[..., int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with its traceback."""
+    node = cluster.follow()
+    failing = Mock(side_effect=AssertionError())
+    with monkeypatch.context() as broken:
+        broken.setattr(node.store, "follow", failing)
+        upload(cluster.registry, "mia")
+        eventually(lambda: failing.call_count > 2)
+    [record] = [record for record in caplog.records if "cannot follow" in record.getMessage()]
+    assert record.exc_info is not None
+
+
 def test_a_follower_is_told_why_it_cannot_follow(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry's refusal of its key is no fault of its store, and a follower names the registry to follow."""
     node = cluster.follow()
