@@ -106,7 +106,7 @@ class RequestInfo:
         self._open.discard(request.request_id)
         if len(self.answers) < MAX_ANSWERS:
             self.answers.append(request)
-        self._may_be_over()
+        self._end_if_over()
 
     def on_response_ended(self, when_over: Callable[[], object]) -> None:
         """Note that the response has been sent, or never will be.
@@ -118,9 +118,10 @@ class RequestInfo:
         self.seconds = time.monotonic() - self.began_s
         self.status = self.status or CLIENT_CLOSED_REQUEST
         self._when_over = when_over
-        self._may_be_over()
+        self._end_if_over()
 
-    def _may_be_over(self) -> None:
+    def _end_if_over(self) -> None:
+        """Call `when_over` once the response and all engine requests have ended."""
         if self._when_over is None or self._open:
             return
         self.broken |= self.status < 400 and any(answer.failed for answer in self.answers)
