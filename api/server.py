@@ -297,8 +297,8 @@ def _cpu_kernels(config: EngineConfig) -> tuple[tuple[Kernel, ...], tuple[Kernel
     kernels that it may need later."""
     if config.model.device == "cuda" or config.model.kernels not in ("auto", "numba"):
         return (), ()
-    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name
-    return common_kernels(config.model.dtype, kv_format), further_kernels(kv_format)
+    formats = config.model.dtype, get_kv_format(config.memory.kv_cache_dtype, config.model.dtype).name
+    return common_kernels(*formats), further_kernels(*formats)
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":

@@ -17,8 +17,8 @@ from sgmv_kernels.cpu_arguments.affine import (
     WIDTH,
     Y,
 )
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import add_weighted, weighted
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, take_next
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 

@@ -20,14 +20,16 @@ from sgmv_kernels.cpu_arguments.attention import (
 )
 from sgmv_kernels.cpu_kernels.attention_codes import INT8_STEPS, K8V4_STEPS
 from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, make_attention, pages_from
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import scaled
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import Intrinsic, interleave, make_beside, make_mul, make_paged_mul
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, i32, itemsize
 from sgmv_kernels.cpu_simd.vector_ir import LANES
 
 MOST_ROWS = 12 if LANES == 16 else 6
 """Rows that are multiplied by two vectors at a time: 24 sums in 32 registers, or twelve in sixteen."""
+IS_PAGE_A_VECTOR = LANES == 16
+"""Whether the keys of a page of 16 tokens can be one vector; otherwise they are multiplied two vectors at a time."""
 
 
 def make_by_rows(most: int, product_of: Callable[[int], Intrinsic]) -> Any:
@@ -37,12 +39,13 @@ def make_by_rows(most: int, product_of: Callable[[int], Intrinsic]) -> Any:
     `product_of(n)` returns the product of n rows: (a, as_, *matrix, c, cs, ahead, kind). The first product prefetches
     `ahead`; the others prefetch `again`, which is probably in the cache already.
     """
+    has_most = most > 6  # Numba compiles no branch on a constant that is false.
     product_most, product_6, product_3, product_2, product_1 = (product_of(n) for n in (most, 6, 3, 2, 1))
 
     @kernel_part
     def by_rows(rows, a, as_, matrix, c, cs, ahead, again, kind):  # type: ignore[no-untyped-def]
         while rows > 0:
-            if rows >= most:
+            if has_most and rows >= most:
                 product_most(a, as_, *matrix, c, cs, ahead, kind)
                 done = np.int64(most)
             elif rows >= 6:
@@ -100,7 +103,7 @@ def make_float_steps(kind: Any) -> Steps:
             keys, out = keys_of(args, head, ids, j), scores + 4 * (token - at + page * j)
             ahead = address_ahead(args, upcoming, j)
             # Two pages at a time, if a page is one vector.
-            if page == LANES and j + 1 < count:
+            if IS_PAGE_A_VECTOR and page == LANES and j + 1 < count:
                 other = keys_of(args, head, ids, j + 1)
                 both = ahead, address_ahead(args, upcoming, j + 1)
                 _keys_beside(rows, queries, bytes_, (dim, keys, other, line), out, stride, both, (keys, other), kind)

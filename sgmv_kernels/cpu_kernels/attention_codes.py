@@ -25,8 +25,8 @@ from sgmv_kernels.cpu_arguments.attention import (
 )
 from sgmv_kernels.cpu_kernels.attention_loop import Steps, address_ahead, ahead_of, pages_from
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import scaled
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.kv_codes import (
     QUERY_LEVELS,
     WEIGHT_LEVELS,

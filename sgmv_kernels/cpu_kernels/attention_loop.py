@@ -33,8 +33,8 @@ from sgmv_kernels.cpu_arguments.attention import (
     WORDS,
     Q,
 )
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import capped, exp_sum, fill, row_max, scaled, sloped
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, i64, put_f32, take_next
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import read_all, take_next
 
 NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)

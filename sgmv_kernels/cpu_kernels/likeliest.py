@@ -8,8 +8,8 @@ from numba import carray
 from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_arguments.likeliest import LOGITS, NOT_FINITE, NUM_ARGS, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
 from sgmv_kernels.cpu_arguments.linear import PEAK_BYTES
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import row_peak
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, put_i64, take_next
 
 _BLOCK = 1024

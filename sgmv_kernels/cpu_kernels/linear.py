@@ -40,9 +40,9 @@ from sgmv_kernels.cpu_arguments.linear import (
 from sgmv_kernels.cpu_kernels.likeliest import find_peak
 from sgmv_kernels.cpu_kernels.linear_amx import make_amx
 from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks, round_ordered_blocks
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, configure_amx, end_amx
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32, put_i32, take_next
 from sgmv_kernels.cpu_simd.quant_ir import VECTORS
 from sgmv_kernels.cpu_simd.quant_matmul import (

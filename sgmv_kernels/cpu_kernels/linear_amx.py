@@ -14,9 +14,9 @@ from sgmv_kernels.cpu_arguments.linear import (
     UNIT_BYTES,
     UNITS,
 )
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd import quant_matmul as qm
 from sgmv_kernels.cpu_simd.amx_matmul import AMX_ROWS, make_amx_product, make_unpack
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_ir import HAS_AMX
 from sgmv_kernels.cpu_simd.quant_matmul import LINE, TILES_AT_ONCE
 from sgmv_kernels.formats.weight_codes import CODE_BLOCK, TILE

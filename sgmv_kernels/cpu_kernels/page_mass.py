@@ -9,8 +9,8 @@ from sgmv_kernels.cpu_arguments.attention import BLOCK, HEADS, KV_HEADS, NUM_ARG
 from sgmv_kernels.cpu_arguments.page_mass import NUM_OBSERVED, OBSERVED
 from sgmv_kernels.cpu_kernels.attention import STEPS
 from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import row_sum
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import f32, i32, put_f32
 
 

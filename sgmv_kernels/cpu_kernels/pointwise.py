@@ -37,6 +37,7 @@ from sgmv_kernels.cpu_arguments.pointwise import (
 )
 from sgmv_kernels.cpu_kernels.rotation import code_dim, pair_dim, rotate
 from sgmv_kernels.cpu_kernels.rounding import place_of, round_blocks
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import (
     add_square_sum,
     capped,
@@ -52,7 +53,6 @@ from sgmv_kernels.cpu_simd.elementwise import (
     silu_times,
     weighted,
 )
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.kv_codes import (
     bf16_of,
     largest,
@@ -135,7 +135,7 @@ def _add_rows(args):  # type: ignore[no-untyped-def]
             return
         for row in range(first, min(first + ROUND_ROWS, args[NUM_ROWS])):
             add_square_sum(args[A] + 4 * width * row, args[B] + 4 * width * row, width)
-        _round(args, first, 0, width)
+        _round(args, first, np.int64(0), width)
 
 
 @kernel_part
@@ -150,7 +150,7 @@ def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
             x, delta = args[A] + skip, args[B] + skip if args[B] else np.int64(0)
             mean = add_square_sum(x, delta, width) / np.float32(width)
             weighted(x, args[C], width, np.float32(1) / np.sqrt(mean + eps), args[OUT] + skip)
-        _round(args, first, 0, width)
+        _round(args, first, np.int64(0), width)
 
 
 @kernel_part
@@ -168,7 +168,7 @@ def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
             mean = row_sum(x, width) / np.float32(width)
             square = centered(x, mean, width, out) / np.float32(width)
             weighted(out, args[C], width, np.float32(1) / np.sqrt(square + eps), out)
-        _round(args, first, 0, width)
+        _round(args, first, np.int64(0), width)
 
 
 def make_gate(compute: Any) -> Any:

@@ -35,7 +35,7 @@ from sgmv_kernels.cpu_arguments.team import (
     TEAM,
     TICKS,
 )
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import i64
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
@@ -182,7 +182,7 @@ def _open(team, items, count, clock):  # type: ignore[no-untyped-def]
     store_shared(team + 8 * CLOCK, clock)
     store_shared(clock, ticks())
     swap_shared(team + 8 * STATE, OPEN)
-    _wake(team, 0)
+    _wake(team, np.int64(0))
 
 
 @kernel_part
@@ -241,7 +241,7 @@ def _help(team, number):  # type: ignore[no-untyped-def]
     while not load_shared(team + 8 * STOP):
         if load_shared(team + 8 * STATE) >= OPEN:
             _wake(team, number)
-            _take_part(team, NEVER)
+            _take_part(team, np.int64(NEVER))
             spins = 0
         elif spins < SPINS:
             spins += 1

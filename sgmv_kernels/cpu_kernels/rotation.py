@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import scaled
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.kv_codes import mix_lanes, mix_vectors
 from sgmv_kernels.cpu_simd.memory_access import f32, put_f32
 from sgmv_kernels.cpu_simd.vector_ir import LANES

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.quant_matmul import ROWS_BLOCK, UNITS, make_rounding
 from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROW_GROUP
 

@@ -47,7 +47,7 @@ from sgmv_kernels.cpu_arguments.sgmv import (
     Y,
 )
 from sgmv_kernels.cpu_kernels.program import add_shared, wait_for
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP16, FP32, INT8, f32, i32, itemsize, put_f32, take_next
 from sgmv_kernels.cpu_simd.vector_ir import LANES
@@ -69,37 +69,59 @@ _dot_tile = make_dot(TILE_ROWS, RANKS)
 _mul_2, _mul_3 = (make_mul(rows, 2, add=True, row_ahead=ROW_AHEAD) for rows in (2, 3))
 
 
+def make_sgmv(kind: Any, has_codes: bool) -> Any:
+    """Return work(args), which takes tasks until none is left: over weights of a kind and, with `has_codes`, over int8
+    codes.
+    """
+
+    @kernel_part
+    def work(args):  # type: ignore[no-untyped-def]
+        scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
+        done = args.ctypes.data + 8 * DONE
+        while True:
+            number = take_next(args.ctypes.data)
+            if number >= args[NUM_TASKS]:
+                return
+            task = args[TASKS] + number * (4 * TASK_INTS)
+            # Other threads have taken the tasks before this one.
+            wait_for(done, i32(task, WAITS))
+            record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(task, BLOCK) * (4 * RECORD_INTS)
+            if has_codes and i32(task, ARE_CODES):
+                _run(args, INT8, task, record, scratch)
+            else:
+                _run(args, kind, task, record, scratch)
+            if i32(task, TASK_PHASES) == SHRINK:
+                add_shared(done, np.int64(1))
+
+    return work
+
+
+_bf16, _fp16, _fp32 = (make_sgmv(kind, has_codes=False) for kind in (BF16, FP16, FP32))
+_bf16_codes, _fp16_codes, _fp32_codes = (make_sgmv(kind, has_codes=True) for kind in (BF16, FP16, FP32))
+
+
 def bf16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), BF16)
+    _bf16(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def fp16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), FP16)
+    _fp16(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def fp32(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), FP32)
+    _fp32(carray(raw, (NUM_ARGS,), np.int64))
 
 
-@kernel_part
-def _work(args, kind):  # type: ignore[no-untyped-def]
-    """Take tasks until none is left."""
-    scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
-    done = args.ctypes.data + 8 * DONE
-    while True:
-        number = take_next(args.ctypes.data)
-        if number >= args[NUM_TASKS]:
-            return
-        task = args[TASKS] + number * (4 * TASK_INTS)
-        # Other threads have taken the tasks before this one.
-        wait_for(done, i32(task, WAITS))
-        record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(task, BLOCK) * (4 * RECORD_INTS)
-        if i32(task, ARE_CODES):
-            _run(args, INT8, task, record, scratch)
-        else:
-            _run(args, kind, task, record, scratch)
-        if i32(task, TASK_PHASES) == SHRINK:
-            add_shared(done, np.int64(1))
+def bf16_codes(raw: Any) -> None:
+    _bf16_codes(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def fp16_codes(raw: Any) -> None:
+    _fp16_codes(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def fp32_codes(raw: Any) -> None:
+    _fp32_codes(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part

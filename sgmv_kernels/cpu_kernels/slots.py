@@ -19,7 +19,7 @@ from sgmv_kernels.cpu_arguments.slots import (
     UNIT_BYTES,
     UNITS,
 )
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP32, INT8, copy_number, i32, take_next
 
 

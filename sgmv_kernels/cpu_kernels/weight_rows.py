@@ -27,7 +27,7 @@ from sgmv_kernels.cpu_arguments.weight_rows import (
     TABLE,
     ZEROS,
 )
-from sgmv_kernels.cpu_simd.kernel_parts import kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import FP16, byte, f32, i32, i64, number, put_f32, take_next
 from sgmv_kernels.formats.weight_codes import CODE_BLOCK, INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, STEP_GROUPS, TILE
 

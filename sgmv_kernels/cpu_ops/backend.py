@@ -25,10 +25,11 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool
 
 def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress) -> None:
     """Load the kernels that most models need, compile those that are missing; all, where none can be kept."""
-    kernels = common_kernels(str(adapter_dtype).removeprefix("torch."), kv_format.name)
+    formats = str(adapter_dtype).removeprefix("torch."), kv_format.name
+    kernels = common_kernels(*formats)
     compile_missing(kernels, progress)
     if place() is None:
-        kernels += further_kernels(kv_format.name)
+        kernels += further_kernels(*formats)
     for kernel in kernels:
         address_of(*kernel)
 

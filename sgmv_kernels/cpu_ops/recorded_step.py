@@ -7,7 +7,7 @@ without adapters, and each run gets the step's own numbers (`cpu_runtime.launch`
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,21 @@ from sgmv_kernels.metadata.plans import AttentionPlan, PageMasses, SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
-USUAL = ((0, False, False), (1, False, False))
+
+class StepKind(NamedTuple):
+    """Tell which launches a step needs."""
+
+    # Passes over adapters: the most terms of a row's adapter.
+    num_passes: int
+    # Whether an adapter has vectors.
+    has_vectors: bool = False
+    # Whether the panels of an adapter are int8 codes.
+    has_codes: bool = False
+    # Whether the attention of rows is observed.
+    has_masses: bool = False
+
+
+USUAL = (StepKind(0), StepKind(1))
 """Kinds of steps that are recorded with the first step, so that no adapter's first request waits for a recording."""
 
 
@@ -88,9 +102,7 @@ class RecordedStep:
         self._stages, self._shape, self._planner = stages, shape, planner
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
-        # Keys: the number of passes over adapters, whether any adapter has vectors, and whether rows are observed. A
-        # step runs only the launches that it needs.
-        self._recorded: dict[tuple[int, bool, bool], _Recording] = {}
+        self._recorded: dict[StepKind, _Recording] = {}
         # The pass in progress, with its input.
         self._now: tuple[PreparedPass, Tensor | None] | None = None
         self._result: PassResult | None = None
@@ -117,11 +129,13 @@ class RecordedStep:
         """
         if rows > self._shape.max_rows or tables.sample_rows.shape[0] > self._shape.max_samples:
             return PreparedPass(None, ids, chooses, angles, tables)
-        kind = tables.lora.num_passes, tables.lora.tables.has_vectors, tables.masses is not None
+        lora = tables.lora
+        has_codes = any(own.tables.has_codes for own in lora.passes())
+        kind = StepKind(lora.num_passes, lora.tables.has_vectors, has_codes, tables.masses is not None)
         for each in (kind, *USUAL):
             held = self._recorded.get(each)
             if held is None or held.program.threads != team_size():
-                self._recorded[each] = self._record(*each)
+                self._recorded[each] = self._record(each)
         recorded = self._recorded[kind]
         count = None if chooses else recorded.up_to_logits
         recorded.program.prepare(self._parts(rows, angles, tables, ids), count)
@@ -188,21 +202,21 @@ class RecordedStep:
         logits = stages.layers(x, prepared.angles, tables)
         return logits, stages.choose(logits) if prepared.chooses else None
 
-    def _record(self, num_passes: int, with_vectors: bool, with_masses: bool) -> _Recording:
+    def _record(self, kind: StepKind) -> _Recording:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
         attention = self._planner.plan_attention(
             np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
         )
-        sites, places = shape.sites if num_passes else (), shape.places if with_vectors else ()
+        sites, places = shape.sites if kind.num_passes else (), shape.places if kind.has_vectors else ()
         lora = None
-        for turn in reversed(range(max(1, num_passes))):
-            tables = rankless_tables(sites, shape.num_layers, shape.max_rows, places, turn)
+        for turn in reversed(range(max(1, kind.num_passes))):
+            tables = rankless_tables(sites, shape.num_layers, shape.max_rows, places, turn, has_codes=kind.has_codes)
             lora = replace(self._planner.plan_tables(tables, shape.adapter_dtype), next=lora)
         assert lora is not None
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         observed = PageMasses(np.ones(1, dtype=np.int32), torch.zeros((shape.num_kv_heads, 1, pages)))
-        masses = observed if with_masses else None
+        masses = observed if kind.has_masses else None
         embed, ids = self._stages.embed, torch.zeros(shape.max_rows, dtype=torch.int64)
         with recording() as recorded:
             x = torch.empty((shape.max_rows, shape.hidden_size)) if embed is None else embed(ids)

@@ -59,7 +59,15 @@ BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the L2 cache while its panels are read."""
 FEW_ROWS = 8
 """Most rows of a segment whose weights are shared by threads: reading them takes longer than computing."""
-ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ENTRIES = {
+    (torch.bfloat16, False): "bf16",
+    (torch.bfloat16, True): "bf16_codes",
+    (torch.float16, False): "fp16",
+    (torch.float16, True): "fp16_codes",
+    (torch.float32, False): "fp32",
+    (torch.float32, True): "fp32_codes",
+}
+"""Kernels by the type of the panels, and whether those of some adapters are int8 codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +210,4 @@ def _launch(instead: Words, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, 
         part = Part(part.name, {**part.words, **instead}, part.tasks, part.threads)
     place = layer * len(tables.parts) + site
     own = {SLAB: slab.data_ptr(), X: x.data_ptr(), Y: y.data_ptr(), PLACE: place}
-    launch(MODULE, ENTRIES[plan.dtype], part, own)
+    launch(MODULE, ENTRIES[plan.dtype, plan.tables.has_codes], part, own)

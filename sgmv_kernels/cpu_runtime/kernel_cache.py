@@ -99,18 +99,18 @@ def _compile(module: str, function: str) -> ObjectCode:
     Raises:
         ImportError: Numba is not installed.
     """
-    import numba
+    from sgmv_kernels.cpu_runtime.kernel_parts import kernel
 
     logger.info("compiling %s.%s, once on this machine", module, function)
     _provide_halves()
     llvm.initialize_native_asmparser()  # for ARM's instructions in `quant_ir`
     source = getattr(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}"), function)
-    kernel = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(source)
-    library = kernel._library
+    compiled = kernel(source)
+    library = compiled._library
     outside = (*library._final_module.functions, *library._final_module.global_variables)
     needed = tuple(v.name for v in outside if v.is_declaration and not v.name.startswith("llvm."))
     _, _, (code, _) = library.serialize_using_object_code()
-    return ObjectCode(kernel.native_name, needed, code)
+    return ObjectCode(compiled.native_name, needed, code)
 
 
 _engines: list[Any] = []

@@ -38,13 +38,19 @@ OF_SOME_MODELS: tuple[Kernel, ...] = (
 """A model that needs one of them often needs another."""
 
 
-def further_kernels(kv_format: str) -> tuple[Kernel, ...]:
+def further_kernels(adapter_dtype: str, kv_format: str) -> tuple[Kernel, ...]:
     """Return the kernels of some models, adapters and requests, the slowest to compile first.
 
     Args:
-        kv_format: as of `common_kernels`.
+        adapter_dtype, kv_format: as of `common_kernels`.
     """
-    return (("page_mass", _KINDS[kv_format]), *OF_SOME_MODELS, ("slots", "copy"), ("affine", "rows"))
+    return (
+        ("sgmv", f"{_KINDS[adapter_dtype]}_codes"),
+        ("page_mass", _KINDS[kv_format]),
+        *OF_SOME_MODELS,
+        ("slots", "copy"),
+        ("affine", "rows"),
+    )
 
 
 @cache

@@ -56,6 +56,11 @@ class SgmvTables:
         """Return whether an adapter of the step has vectors."""
         return bool(self.places)
 
+    @property
+    def has_codes(self) -> bool:
+        """Return whether the panels of a segment are int8 codes."""
+        return bool(self.are_codes.any())
+
     def vector_rows(self) -> Int32:
         """Return [N, 3] for every row whose adapter has vectors: segment, row and the bits of the segment's weight."""
         has_any = (self.vectors != NO_VECTOR).any(axis=(0, 1, 3))
@@ -134,7 +139,13 @@ def _vectors(placed: Sequence[PlacedAdapter], places: tuple[int, ...]) -> Int32:
 
 
 def rankless_tables(
-    sites: Sequence[SiteDims], num_layers: int, rows: int, places: Sequence[int] = (), turn: int = 0
+    sites: Sequence[SiteDims],
+    num_layers: int,
+    rows: int,
+    places: Sequence[int] = (),
+    turn: int = 0,
+    *,
+    has_codes: bool = False,
 ) -> SgmvTables:
     """Return tables for a recording: all rows are in one segment whose adapter has rank 0 and no vectors at `places`;
     without sites, there is no segment."""
@@ -144,7 +155,7 @@ def rankless_tables(
         permutation=np.arange(rows, dtype=np.int32),
         bounds=np.full((segments, 2), (0, rows), dtype=np.int32),
         records=np.zeros((num_layers if sites else 0, len(sites), segments, RECORD_INTS), dtype=np.int32),
-        are_codes=np.zeros(segments, dtype=np.int32),
+        are_codes=np.full(segments, has_codes, dtype=np.int32),
         weights=np.ones(segments, dtype=np.float32),
         panels=np.zeros(segments, dtype=np.int32),
         slab_bytes=0,

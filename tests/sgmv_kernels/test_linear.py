@@ -384,6 +384,7 @@ def test_without_the_processors_own_products(
     import numba
 
     from sgmv_kernels.cpu_kernels import linear as linear_numba
+    from sgmv_kernels.cpu_runtime.kernel_parts import kernel
     from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
     codes, x = some_codes(form), rows(5, 256)
@@ -404,7 +405,7 @@ def test_without_the_processors_own_products(
     def entry(raw):  # type: ignore[no-untyped-def]
         work(numba.carray(raw, (WORDS,), numba.int64))
 
-    compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
+    compiled = kernel(entry)
     monkeypatch.setattr(linear_cpu, "needs_signed", lambda: False)
     own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.kernel_address"
     monkeypatch.setattr(of, lambda m, name: address_of(m, name) if name.startswith("round") else own)

@@ -1,7 +1,7 @@
 """A decoder without a scheduler: its steps, pages and adapters are laid out by hand."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from adapter_keys import key_of
 
 from adapter_store.formats.peft_dir import read_peft_dir
-from adapter_store.spec import AdapterKey
+from adapter_store.spec import INT8, AdapterKey, Form
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import read_tokenizer
@@ -50,7 +50,9 @@ class HandDecoder:
         dtype: torch.dtype = torch.float32,
         weights: str = "none",
         in_runs: int = 1,
+        coded: Collection[str] = (),
     ) -> None:
+        """`coded` are the names of the adapters that are stored as int8 codes."""
         checkpoint = open_checkpoint(str(directory))
         self.ops = Ops(torch.device("cpu"), kernels)
         self.weights = load_weights(checkpoint, get_format(weights, self.ops), torch.float32)
@@ -62,7 +64,7 @@ class HandDecoder:
         end = PAGES
         with AdapterStore(store, base_shapes(spec)) as registered:
             for name, folder in adapters.items():
-                key = register(registered, name, folder, directory)
+                key = register(registered, name, folder, directory, INT8 if name in coded else None)
                 loaded = registered.load(key)
                 tokens = own_tokens(self.weights, loaded, dtype)
                 layout = adapter_layout(spec, loaded.spec, dtype.itemsize, tokens)
@@ -99,8 +101,10 @@ class HandDecoder:
         return {i: rows[-1] for i, rows in enumerate(self.run([self.scheduled(*scheduled) for scheduled in requests]))}
 
 
-def register(store: AdapterStore, name: str, folder: Path, model: Path | None = None) -> AdapterKey:
+def register(
+    store: AdapterStore, name: str, folder: Path, model: Path | None = None, stored: Form | None = None
+) -> AdapterKey:
     """Store an adapter; if `model` is given, with the adapter's tokenizer."""
     peft = read_peft_dir(folder)
     peft = peft if model is None else with_own_tokens(peft, lambda: read_tokenizer(str(model)))
-    return key_of(store.register(name, peft.config, store.add_blob(peft.weights_path)).ref)
+    return key_of(store.register(name, peft.config, store.add_blob(peft.weights_path), stored=stored).ref)

@@ -57,7 +57,7 @@ def test_a_running_server_compiles_what_few_models_need(model: Path, tmp_path: P
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ready: ")
         [kept] = (tmp_path / "lorasrv" / "kernels").iterdir()
-        wanted = set(map(".".join, further_kernels("bfloat16")))
+        wanted = set(map(".".join, further_kernels("bfloat16", "bfloat16")))
         deadline = time.monotonic() + 300
         while not wanted <= {path.name for path in kept.iterdir()}:
             assert time.monotonic() < deadline, "they are not compiled"

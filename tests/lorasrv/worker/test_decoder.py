@@ -167,11 +167,14 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
     [(family, "int4") for family in sorted({name.partition("-")[0] for name in CASES})] + [("llama", "int8")],
 )
 def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family: str, quantization: str) -> None:
-    """Bit for bit, logits, keys and values: prompts, single tokens, with adapters and without, in teams of any size."""
+    """Bit for bit, logits, keys and values: prompts, single tokens, with adapters (also in int8) and without, in teams
+    of any size."""
     directory = tiny_hf_checkpoints[family]()
     adapters = _save_adapters(directory, tmp_path)
+    adapters["coded"] = adapters["rs"]
     recorded, called = (
-        HandDecoder(directory, adapters, tmp_path / name, "numba", weights=quantization) for name in ("r", "c")
+        HandDecoder(directory, adapters, tmp_path / name, "numba", weights=quantization, coded=["coded"])
+        for name in ("r", "c")
     )
     assert recorded.decoder._program is not None
     called.decoder._program = None
@@ -182,10 +185,11 @@ def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family
         [(name, [40 + i], 10 + i, tables[i]) for i, name in enumerate(names)],
         [(None, [50], 11, tables[0])],
         [("all", list(range(60, 84)), 13, tables[2]), (None, [51], 12, tables[0])],
+        [("coded", [60], 14, tables[3]), ("all", [61], 37, tables[2])],
     ]
     threads = torch.get_num_threads()
     try:
-        for count, shares in zip((threads, threads, 1, threads), steps, strict=True):
+        for count, shares in zip((threads, threads, 1, threads, threads), steps, strict=True):
             torch.set_num_threads(count)
             got, want = recorded.logits(shares), called.logits(shares)
             assert all(torch.equal(got[i], want[i]) for i in range(len(shares)))

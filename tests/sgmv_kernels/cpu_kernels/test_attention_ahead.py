@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from fetch_log import Decode, fetched_by, lines_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
+from numba import carray
 
 from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
@@ -23,20 +25,33 @@ from sgmv_kernels.cpu_arguments.attention import (
     WINDOW,
 )
 from sgmv_kernels.cpu_kernels.attention_loop import _following, _pages_of, address_ahead, ahead_of
+from sgmv_kernels.cpu_runtime.kernel_parts import kernel
 
 PAGE_TOKENS, BLOCK_PAGES, HEADS = 16, 8, 3
 HEAD_BYTES = 1 << 20
 """Apart, so that an address names a head and, as pages have one byte, the page."""
 
 
-@njit
-def _ahead(args, task, next_task, head, next_head, done, num_pages, out):  # type: ignore[no-untyped-def]
-    """Write the addresses that are prefetched while pages from place `done` on are read."""
-    ids, count, _ = _pages_of(args, task, head)
-    following = _following(args, ids, count, head, done, _pages_of(args, next_task, next_head))
-    for at in range(num_pages):
-        out[at] = address_ahead(args, ahead_of(following, 0, HEAD_BYTES), at)
-    return count
+TASK, NEXT_TASK, HEAD, NEXT_HEAD, DONE, NUM_PAGES, COUNT = range(NUM_ARGS, NUM_ARGS + 7)
+"""Indices behind the kernel's own arguments; the addresses follow."""
+AHEAD = COUNT + 1
+
+
+@cache
+def _kernel() -> Any:
+    """Return a kernel that writes the addresses that are prefetched while pages from place `DONE` on are read."""
+
+    @kernel
+    def ahead(raw):  # type: ignore[no-untyped-def]
+        args = carray(raw, (AHEAD + BLOCK_PAGES,), np.int64)
+        ids, count, _ = _pages_of(args, args[TASK], args[HEAD])
+        behind = _pages_of(args, args[NEXT_TASK], args[NEXT_HEAD])
+        following = _following(args, ids, count, args[HEAD], args[DONE], behind)
+        for at in range(args[NUM_PAGES]):
+            args[AHEAD + at] = address_ahead(args, ahead_of(following, 0, HEAD_BYTES), at)
+        args[COUNT] = count
+
+    return ahead.ctypes
 
 
 def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int], list[int]]]:
@@ -48,7 +63,7 @@ def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int],
     starts, kv_lens = np.arange(len(lens) + 1, dtype=np.int32), np.array(lens, dtype=np.int32)
     tasks = np.array([(s, 0, HEADS, 0, 1) for s in range(len(lens))], dtype=np.int32)
     assert tasks.shape[1] == TASK_INTS
-    args = np.zeros(NUM_ARGS, dtype=np.int64)
+    args = np.zeros(AHEAD + BLOCK_PAGES, dtype=np.int64)
     args[[PAGE, BLOCK, PAGE_BYTES, WINDOW]] = PAGE_TOKENS, BLOCK_PAGES * PAGE_TOKENS, 1, window
     args[[LENS, STARTS, TABLES, TABLE_WIDTH]] = kv_lens.ctypes.data, starts.ctypes.data, tables.ctypes.data, max(counts)
     for s in range(len(lens)):
@@ -58,10 +73,10 @@ def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int],
             following = (s, head + 1) if head + 1 < HEADS else (min(s + 1, len(lens) - 1), 0)
             for done in range(0, len(read), BLOCK_PAGES):
                 now = read[done : done + BLOCK_PAGES]
-                out = np.zeros(len(now), dtype=np.int64)
-                count = _ahead(args, place[s], place[following[0]], head, following[1], done, len(now), out)
-                assert count == len(read)
-                yield s, head, (head * HEAD_BYTES + now).tolist(), out.tolist()
+                args[TASK:COUNT] = place[s], place[following[0]], head, following[1], done, len(now)
+                _kernel()(args.ctypes.data)
+                assert args[COUNT] == len(read)
+                yield s, head, (head * HEAD_BYTES + now).tolist(), args[AHEAD : AHEAD + len(now)].tolist()
 
 
 @settings(deadline=None)

@@ -28,9 +28,9 @@ def test_what_launchers_name_is_compiled_before_serving() -> None:
     entries |= {(slots.MODULE, slots.ENTRY)}
     int8 = "int8_signed" if needs_signed() else "int8"
     entries |= {(linear.MODULE, int8 if entry == "int8" else entry) for entry in linear.ENTRIES.values()}
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in sgmv.ENTRIES]
-    found = {kernel for dtype in dtypes for kv_format in KV_FORMATS for kernel in common_kernels(dtype, kv_format)}
-    further = {kernel for kv_format in KV_FORMATS for kernel in further_kernels(kv_format)}
+    formats = [(str(dtype).removeprefix("torch."), kv_format) for dtype, _ in sgmv.ENTRIES for kv_format in KV_FORMATS]
+    found = {kernel for each in formats for kernel in common_kernels(*each)}
+    further = {kernel for each in formats for kernel in further_kernels(*each)}
     assert entries <= found | further
     assert not found & further
 
