@@ -1,12 +1,8 @@
 """Gain and shift of an adapter on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.affine`."""
 
-from typing import Any
-
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.affine import (
-    NUM_ARGS,
     NUM_TASKS,
     PLACE,
     PLACE_BYTES,
@@ -25,10 +21,6 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 _UNIT = ALIGNMENT_BYTES
 
 
-def rows(raw: Any) -> None:
-    _rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
 @kernel_part
 def _rows(args):  # type: ignore[no-untyped-def]
     """Take rows until none is left."""
@@ -44,3 +36,6 @@ def _rows(args):  # type: ignore[no-untyped-def]
             weighted(y, args[SLAB] + i32(vectors, 0) * _UNIT, width, np.float32(1), y)
         if i32(vectors, 1) >= 0:
             add_weighted(y, args[SLAB] + i32(vectors, 1) * _UNIT, width, f32(at, 2))
+
+
+KERNELS = {"rows": _rows}

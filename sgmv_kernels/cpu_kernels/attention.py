@@ -5,14 +5,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
     DIM,
     HEADS,
     KEYS,
-    NUM_ARGS,
     OUT,
     PAGE,
     PAGE_BYTES,
@@ -126,26 +124,12 @@ def make_float_steps(kind: Any) -> Steps:
     return Steps(width, width, prepare, score, collect, finish)
 
 
-STEPS = (*(make_float_steps(kind) for kind in (BF16, FP16, FP32)), INT8_STEPS, K8V4_STEPS)
-"""Kernels of the formats of the entries below, in the same order."""
-_bf16, _fp16, _fp32, _int8, _k8v4 = map(make_attention, STEPS)
-
-
-def bf16(raw: Any) -> None:
-    _bf16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def fp16(raw: Any) -> None:
-    _fp16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def fp32(raw: Any) -> None:
-    _fp32(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def int8(raw: Any) -> None:
-    _int8(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def k8v4(raw: Any) -> None:
-    _k8v4(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+STEPS = {
+    "bf16": make_float_steps(BF16),
+    "fp16": make_float_steps(FP16),
+    "fp32": make_float_steps(FP32),
+    "int8": INT8_STEPS,
+    "k8v4": K8V4_STEPS,
+}
+"""Steps by KV format."""
+KERNELS = {name: make_attention(steps) for name, steps in STEPS.items()}

@@ -35,7 +35,7 @@ from sgmv_kernels.cpu_arguments.attention import (
 )
 from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import capped, exp_sum, fill, row_max, scaled, sloped
-from sgmv_kernels.cpu_simd.memory_access import f32, i32, i64, put_f32, take_next
+from sgmv_kernels.cpu_simd.memory_access import f32, f64, i32, i64, put_f32, take_next
 
 
 class Steps(NamedTuple):
@@ -178,8 +178,8 @@ def make_attention(steps: Steps) -> Any:
             finish(args, sums + 4 * sums_width * i, factor, start + begin + i // group, head * group + i % group)
 
     @kernel_part
-    def work(args, floats):  # type: ignore[no-untyped-def]
-        scale, softcap = np.float32(floats[SCALE]), np.float32(floats[SOFTCAP])
+    def work(args):  # type: ignore[no-untyped-def]
+        scale, softcap = np.float32(f64(args.ctypes.data, SCALE)), np.float32(f64(args.ctypes.data, SOFTCAP))
         scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
         while True:
             task = take_next(args.ctypes.data)

@@ -1,19 +1,10 @@
 """Numba kernel that measures read bandwidth, the reference of `make bench-kernels`."""
 
-from typing import Any
-
-import numpy as np
-from numba import carray
-
 from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import read_all, take_next
 
 NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)
 """Indices of the kernel's arguments, after the counters."""
-
-
-def read(raw: Any) -> None:
-    _chunks(carray(raw, (SINK + 1,), np.int64))
 
 
 @kernel_part
@@ -26,3 +17,6 @@ def _chunks(args):  # type: ignore[no-untyped-def]
         # Uses the sum, so that the compiler does not remove it.
         if total == 1:
             args[SINK] = total
+
+
+KERNELS = {"read": _chunks}

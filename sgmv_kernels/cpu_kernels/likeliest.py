@@ -1,12 +1,9 @@
 """Largest of many numbers on the CPU: the Numba kernel of `cpu_ops.likeliest`, and a function that linears also use."""
 
-from typing import Any
-
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.block import NUM_ROWS
-from sgmv_kernels.cpu_arguments.likeliest import LOGITS, NOT_FINITE, NUM_ARGS, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
+from sgmv_kernels.cpu_arguments.likeliest import LOGITS, NOT_FINITE, NUM_PEAKS, OUT, PEAKS, ROW_BYTES, WIDTH
 from sgmv_kernels.cpu_arguments.linear import PEAK_BYTES
 from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.elementwise import row_peak
@@ -30,10 +27,6 @@ def find_peak(x, width):  # type: ignore[no-untyped-def]
     while f32(x, at) != best:
         at += 1
     return best, at
-
-
-def rows(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part
@@ -61,3 +54,6 @@ def _highest(peaks, count, stride):  # type: ignore[no-untyped-def]
         elif peak != peak:
             return np.int64(NOT_FINITE)
     return at
+
+
+KERNELS = {"rows": _work}

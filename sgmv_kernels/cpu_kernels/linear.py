@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_arguments.linear import (
@@ -17,7 +16,6 @@ from sgmv_kernels.cpu_arguments.linear import (
     GROUPS,
     LINES,
     MOST_ROWS,
-    NUM_ARGS,
     ORDER,
     OUT,
     PEAK_BYTES,
@@ -84,17 +82,6 @@ def make_round_rows(round_blocks: Any) -> Any:
     return round_rows
 
 
-_round_rows, _round_ordered = make_round_rows(round_blocks), make_round_rows(round_ordered_blocks)
-
-
-def round8(raw: Any) -> None:
-    _round_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def round8_ordered(raw: Any) -> None:
-    _round_ordered(carray(raw, (NUM_ARGS,), np.int64))
-
-
 @kernel_part
 def unpack_q3h(source, group, table, out):  # type: ignore[no-untyped-def]
     for i in range(group // 64):
@@ -126,6 +113,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     """
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
     product_4 = product if ROWS == 4 else make_product(4, kind)
+    takes_more = ROWS > 4  # Numba compiles no branch on a constant that is false.
     factor_bytes = qm.CODES[kind].factors.nbytes
     multiply_by_amx = make_amx(kind, unpack)
 
@@ -167,7 +155,7 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
             if left >= ROWS:
                 product(x, u, *tiles, soon, share, *sums, *kept)
                 row += ROWS
-            elif left >= 4:
+            elif takes_more and left >= 4:
                 product_4(x, u, *tiles, soon, share, *sums, *kept)
                 row += 4
             elif left >= 2:
@@ -259,111 +247,30 @@ def make_linear(kind: str, unpack: Any = None) -> Any:
     return work
 
 
-_int4, _int4_zeros, _int4_fp32, _int4_minima, _int4_steps = (
-    make_linear(kind) for kind in ("int4", "int4_zeros", "int4_fp32", "int4_minima", "int4_steps")
-)
-_q3h, _q3h_zeros, _q3h_fp32, _q3h_minima = (
-    make_linear(kind, unpack_q3h) for kind in ("small", "small_zeros", "small_fp32", "small_minima")
-)
-_int8, _int8_fp32, _int8_minima, _int8_steps = (
-    make_linear(kind) for kind in ("int8", "int8_fp32", "int8_minima", "int8_steps")
-)
-_int8_signed, _int8_signed_fp32, _int8_signed_minima, _int8_signed_steps = (
-    make_linear(kind) for kind in ("signed", "signed_fp32", "signed_minima", "signed_steps")
-)
-_table, _table_fp32, _table_steps = (make_linear(kind) for kind in ("table", "table_fp32", "table_steps"))
-_table_signed, _table_signed_fp32, _table_signed_steps = (
-    make_linear(kind, unpack_table) for kind in ("signed_table", "signed_table_fp32", "signed_table_steps")
-)
-
-
-def int4(raw: Any) -> None:
-    _int4(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int4_zeros(raw: Any) -> None:
-    _int4_zeros(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int4_fp32(raw: Any) -> None:
-    _int4_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int4_minima(raw: Any) -> None:
-    _int4_minima(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int4_steps(raw: Any) -> None:
-    _int4_steps(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def q3h(raw: Any) -> None:
-    _q3h(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def q3h_zeros(raw: Any) -> None:
-    _q3h_zeros(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def q3h_fp32(raw: Any) -> None:
-    _q3h_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def q3h_minima(raw: Any) -> None:
-    _q3h_minima(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8(raw: Any) -> None:
-    _int8(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_fp32(raw: Any) -> None:
-    _int8_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_minima(raw: Any) -> None:
-    _int8_minima(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_steps(raw: Any) -> None:
-    _int8_steps(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_signed(raw: Any) -> None:
-    _int8_signed(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_signed_fp32(raw: Any) -> None:
-    _int8_signed_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_signed_minima(raw: Any) -> None:
-    _int8_signed_minima(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def int8_signed_steps(raw: Any) -> None:
-    _int8_signed_steps(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table(raw: Any) -> None:
-    _table(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table_fp32(raw: Any) -> None:
-    _table_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table_steps(raw: Any) -> None:
-    _table_steps(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table_signed(raw: Any) -> None:
-    _table_signed(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table_signed_fp32(raw: Any) -> None:
-    _table_signed_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def table_signed_steps(raw: Any) -> None:
-    _table_signed_steps(carray(raw, (NUM_ARGS,), np.int64))
+KERNELS = {
+    "round8": make_round_rows(round_blocks),
+    "round8_ordered": make_round_rows(round_ordered_blocks),
+    "int4": make_linear("int4"),
+    "int4_zeros": make_linear("int4_zeros"),
+    "int4_fp32": make_linear("int4_fp32"),
+    "int4_minima": make_linear("int4_minima"),
+    "int4_steps": make_linear("int4_steps"),
+    "q3h": make_linear("small", unpack_q3h),
+    "q3h_zeros": make_linear("small_zeros", unpack_q3h),
+    "q3h_fp32": make_linear("small_fp32", unpack_q3h),
+    "q3h_minima": make_linear("small_minima", unpack_q3h),
+    "int8": make_linear("int8"),
+    "int8_fp32": make_linear("int8_fp32"),
+    "int8_minima": make_linear("int8_minima"),
+    "int8_steps": make_linear("int8_steps"),
+    "int8_signed": make_linear("signed"),
+    "int8_signed_fp32": make_linear("signed_fp32"),
+    "int8_signed_minima": make_linear("signed_minima"),
+    "int8_signed_steps": make_linear("signed_steps"),
+    "table": make_linear("table"),
+    "table_fp32": make_linear("table_fp32"),
+    "table_steps": make_linear("table_steps"),
+    "table_signed": make_linear("signed_table", unpack_table),
+    "table_signed_fp32": make_linear("signed_table_fp32", unpack_table),
+    "table_signed_steps": make_linear("signed_table_steps", unpack_table),
+}

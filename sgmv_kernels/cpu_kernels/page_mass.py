@@ -1,11 +1,6 @@
 """Sums of the attention to each page on the CPU: `attention_loop`, with the weights of each page instead of values."""
 
-from typing import Any
-
-import numpy as np
-from numba import carray
-
-from sgmv_kernels.cpu_arguments.attention import BLOCK, HEADS, KV_HEADS, NUM_ARGS, OUT, PAGE, TABLE_WIDTH
+from sgmv_kernels.cpu_arguments.attention import BLOCK, HEADS, KV_HEADS, OUT, PAGE, TABLE_WIDTH
 from sgmv_kernels.cpu_arguments.page_mass import NUM_OBSERVED, OBSERVED
 from sgmv_kernels.cpu_kernels.attention import STEPS
 from sgmv_kernels.cpu_kernels.attention_loop import Steps, make_attention
@@ -42,24 +37,4 @@ def make_mass_steps(steps: Steps) -> Steps:
     return Steps(width_of, sums_width, steps.prepare, steps.score, collect, finish)
 
 
-_bf16, _fp16, _fp32, _int8, _k8v4 = (make_attention(make_mass_steps(steps)) for steps in STEPS)
-
-
-def bf16(raw: Any) -> None:
-    _bf16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def fp16(raw: Any) -> None:
-    _fp16(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def fp32(raw: Any) -> None:
-    _fp32(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def int8(raw: Any) -> None:
-    _int8(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def k8v4(raw: Any) -> None:
-    _k8v4(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
+KERNELS = {name: make_attention(make_mass_steps(steps)) for name, steps in STEPS.items()}

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_arguments.pointwise import (
@@ -17,7 +16,6 @@ from sgmv_kernels.cpu_arguments.pointwise import (
     KEY_WIDTH,
     KEYS,
     KV_HEADS,
-    NUM_ARGS,
     OUT,
     PAGE,
     PAGE_BYTES,
@@ -67,6 +65,7 @@ from sgmv_kernels.cpu_simd.memory_access import (
     FP16,
     FP32,
     f32,
+    f64,
     i64,
     itemsize,
     put_column,
@@ -77,42 +76,6 @@ from sgmv_kernels.cpu_simd.memory_access import (
 )
 from sgmv_kernels.formats.kv_format import LEAST, LEVELS, MOST, NIBBLE_LEVELS
 from sgmv_kernels.formats.weight_codes import CODE_BLOCK, ROUND_ROWS
-
-
-def add(raw: Any) -> None:
-    _add_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def norm(raw: Any) -> None:
-    _norm_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def layer_norm(raw: Any) -> None:
-    _layer_norm_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def silu(raw: Any) -> None:
-    _silu_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def take(raw: Any) -> None:
-    _take_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def gelu(raw: Any) -> None:
-    _gelu_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def gelu_exact(raw: Any) -> None:
-    _gelu_exact_rows(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def heads(raw: Any) -> None:
-    _head_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
-
-
-def cap(raw: Any) -> None:
-    _cap_rows(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64))
 
 
 @kernel_part
@@ -139,8 +102,8 @@ def _add_rows(args):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
-    width, eps = args[WIDTH], np.float32(floats[FLOAT])
+def _norm_rows(args):  # type: ignore[no-untyped-def]
+    width, eps = args[WIDTH], np.float32(f64(args.ctypes.data, FLOAT))
     while True:
         first = take_next(args.ctypes.data) * ROUND_ROWS
         if first >= args[NUM_ROWS]:
@@ -154,8 +117,8 @@ def _norm_rows(args, floats):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _layer_norm_rows(args, floats):  # type: ignore[no-untyped-def]
-    width, eps = args[WIDTH], np.float32(floats[FLOAT])
+def _layer_norm_rows(args):  # type: ignore[no-untyped-def]
+    width, eps = args[WIDTH], np.float32(f64(args.ctypes.data, FLOAT))
     while True:
         first = take_next(args.ctypes.data) * ROUND_ROWS
         if first >= args[NUM_ROWS]:
@@ -213,8 +176,8 @@ _silu_rows, _gelu_rows, _gelu_exact_rows = map(make_gate, (_silu, _gelu, _gelu_e
 
 
 @kernel_part
-def _head_rows(args, floats):  # type: ignore[no-untyped-def]
-    q_dim, k_dim, heads, eps = args[WIDTH], args[KEY_WIDTH], args[HEADS], np.float32(floats[FLOAT])
+def _head_rows(args):  # type: ignore[no-untyped-def]
+    q_dim, k_dim, heads, eps = args[WIDTH], args[KEY_WIDTH], args[HEADS], np.float32(f64(args.ctypes.data, FLOAT))
     width = heads * q_dim + 2 * args[KV_HEADS] * k_dim
     while True:
         first = take_next(args.ctypes.data) * ROWS
@@ -230,8 +193,8 @@ def _head_rows(args, floats):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _cap_rows(args, floats):  # type: ignore[no-untyped-def]
-    width, limit = args[WIDTH], np.float32(floats[FLOAT])
+def _cap_rows(args):  # type: ignore[no-untyped-def]
+    width, limit = args[WIDTH], np.float32(f64(args.ctypes.data, FLOAT))
     while True:
         first = take_next(args.ctypes.data) * ROWS
         if first >= args[NUM_ROWS]:
@@ -355,29 +318,19 @@ def _store_k8v4(args, page, slot, head, key, value):  # type: ignore[no-untyped-
         put_pair(first, f32(value, d + pairs) if d + pairs < dim else least, least, factor, codes + 4 * d)
 
 
-_rope_bf16, _rope_fp16, _rope_fp32, _rope_int8, _rope_k8v4 = (
-    make_rope(make_store(BF16), float.fromhex("0x1.ffp127")),
-    make_rope(make_store(FP16), 65520.0),
-    make_rope(make_store(FP32)),
-    *(make_rope(store, MOST) for store in (_store_int8, _store_k8v4)),
-)
-
-
-def rope_bf16(raw: Any) -> None:
-    _rope_bf16(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def rope_fp16(raw: Any) -> None:
-    _rope_fp16(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def rope_fp32(raw: Any) -> None:
-    _rope_fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def rope_int8(raw: Any) -> None:
-    _rope_int8(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def rope_k8v4(raw: Any) -> None:
-    _rope_k8v4(carray(raw, (NUM_ARGS,), np.int64))
+KERNELS = {
+    "add": _add_rows,
+    "norm": _norm_rows,
+    "layer_norm": _layer_norm_rows,
+    "silu": _silu_rows,
+    "take": _take_rows,
+    "gelu": _gelu_rows,
+    "gelu_exact": _gelu_exact_rows,
+    "heads": _head_rows,
+    "cap": _cap_rows,
+    "rope_bf16": make_rope(make_store(BF16), float.fromhex("0x1.ffp127")),
+    "rope_fp16": make_rope(make_store(FP16), 65520.0),
+    "rope_fp32": make_rope(make_store(FP32)),
+    "rope_int8": make_rope(_store_int8, MOST),
+    "rope_k8v4": make_rope(_store_k8v4, MOST),
+}

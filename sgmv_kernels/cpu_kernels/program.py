@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -151,15 +151,6 @@ post = _of_semaphore("sem_post", "Let one thread that waits for a semaphore go o
 wait = _of_semaphore("sem_wait", "Wait for a semaphore; not 0 if a signal has come meanwhile.")
 
 
-def compute(raw: Any) -> None:
-    _compute(carray(raw, (TICKS + 1,), np.int64))
-
-
-def help(raw: Any) -> None:
-    args = carray(raw, (NUMBER + 1,), np.int64)
-    _help(args[TEAM], args[NUMBER])
-
-
 @kernel_part
 def _compute(args):  # type: ignore[no-untyped-def]
     """Open a region if there are new items, and take part in it for some ticks."""
@@ -235,8 +226,9 @@ def _count_ticks(clock, kind):  # type: ignore[no-untyped-def]
 
 
 @kernel_part
-def _help(team, number):  # type: ignore[no-untyped-def]
+def _help(args):  # type: ignore[no-untyped-def]
     """Take part in every region until the team is closed."""
+    team, number = args[TEAM], args[NUMBER]
     spins = 0
     while not load_shared(team + 8 * STOP):
         if load_shared(team + 8 * STATE) >= OPEN:
@@ -268,3 +260,6 @@ def _sleep(team, sleeper):  # type: ignore[no-untyped-def]
     if not has_work or not swap_shared(sleeper, 0):
         while wait(load_shared(sleeper + 8)):
             pass
+
+
+KERNELS = {"compute": _compute, "help": _help}

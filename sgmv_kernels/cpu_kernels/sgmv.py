@@ -7,7 +7,6 @@ be scaled and summed. This reaches 25 GB/s, tiles over sixteen rows at a time 19
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.sgmv import (
     ARE_CODES,
@@ -19,7 +18,6 @@ from sgmv_kernels.cpu_arguments.sgmv import (
     FACTOR,
     FIRST_SLICE,
     LAST_SLICE,
-    NUM_ARGS,
     NUM_TASKS,
     PANELS,
     PERMUTATION,
@@ -94,34 +92,6 @@ def make_sgmv(kind: Any, has_codes: bool) -> Any:
                 add_shared(done, np.int64(1))
 
     return work
-
-
-_bf16, _fp16, _fp32 = (make_sgmv(kind, has_codes=False) for kind in (BF16, FP16, FP32))
-_bf16_codes, _fp16_codes, _fp32_codes = (make_sgmv(kind, has_codes=True) for kind in (BF16, FP16, FP32))
-
-
-def bf16(raw: Any) -> None:
-    _bf16(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def fp16(raw: Any) -> None:
-    _fp16(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def fp32(raw: Any) -> None:
-    _fp32(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def bf16_codes(raw: Any) -> None:
-    _bf16_codes(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def fp16_codes(raw: Any) -> None:
-    _fp16_codes(carray(raw, (NUM_ARGS,), np.int64))
-
-
-def fp32_codes(raw: Any) -> None:
-    _fp32_codes(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part
@@ -300,3 +270,13 @@ def _expand_rows(args, kind, record, begin, end, slice_, column, columns, scratc
                 axpy(f32(v, r), b, columns, scratch, b + FETCH_BYTES, kind)
             interleave(scratch, columns, np.float32(1), y, kind)
         place += rows
+
+
+KERNELS = {
+    "bf16": make_sgmv(BF16, has_codes=False),
+    "bf16_codes": make_sgmv(BF16, has_codes=True),
+    "fp16": make_sgmv(FP16, has_codes=False),
+    "fp16_codes": make_sgmv(FP16, has_codes=True),
+    "fp32": make_sgmv(FP32, has_codes=False),
+    "fp32_codes": make_sgmv(FP32, has_codes=True),
+}

@@ -2,15 +2,9 @@
 `cpu_ops.slots`.
 """
 
-from typing import Any
-
-import numpy as np
-from numba import carray
-
 from sgmv_kernels.cpu_arguments.slots import (
     LAYER_BYTES,
     MOVES,
-    NUM_ARGS,
     NUM_LAYERS,
     NUM_MOVES,
     PAGE_BYTES,
@@ -23,8 +17,8 @@ from sgmv_kernels.cpu_runtime.kernel_parts import kernel_part
 from sgmv_kernels.cpu_simd.memory_access import BF16, FP32, INT8, copy_number, i32, take_next
 
 
-def copy(raw: Any) -> None:
-    args = carray(raw, (NUM_ARGS,), np.int64)
+@kernel_part
+def _copy(args):  # type: ignore[no-untyped-def]
     if args[UNIT_BYTES] == 1:
         _work(args, INT8)
     elif args[UNIT_BYTES] == 2:
@@ -49,3 +43,6 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
             places_to = args[PLACES] + 4 * units * i32(args[MOVES], 4 * move + 3)
             for unit in range(units):
                 copy_number(source, i32(places_from, unit), target, i32(places_to, unit), kind)
+
+
+KERNELS = {"copy": _copy}

@@ -3,10 +3,7 @@
 A row is spread over its tile, four bytes of every line (`cpu_ops.weight_packing`), so it is read number by number.
 """
 
-from typing import Any
-
 import numpy as np
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.block import NUM_ROWS
 from sgmv_kernels.cpu_arguments.weight_rows import (
@@ -18,7 +15,6 @@ from sgmv_kernels.cpu_arguments.weight_rows import (
     IDS,
     KIND,
     LEVELS,
-    NUM_ARGS,
     ORDER,
     OUT,
     RUN_BYTES,
@@ -35,10 +31,6 @@ _QUAD, _LINE = 4, 4 * TILE
 _HALF = CODE_BLOCK // 2
 _SEVENS = 8
 """Half of the 16 lines of 64 codes of 11 levels: a code of the first half shares seven bits with one of the second."""
-
-
-def rows(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64))
 
 
 @kernel_part
@@ -114,3 +106,6 @@ def _factors(args, behind, lane, group):  # type: ignore[no-untyped-def]
 def _signed(value):  # type: ignore[no-untyped-def]
     """Return the int8 with the bits of a byte."""
     return (value ^ 128) - 128
+
+
+KERNELS = {"rows": _work}

@@ -1,6 +1,6 @@
 """Machine code of the CPU kernels: compiled by Numba once per machine, kept on disk, then loaded without Numba.
 
-A kernel is a C function with one address as its argument, written as a Python function in a module of `cpu_kernels`.
+A kernel is a C function with one address as its argument. `KERNELS` in a module of `cpu_kernels` has its Python code.
 Importing Numba and reading its own cache took 2.2 s of every start, half of the time allowed for a start; loading
 object code takes a tenth of that. Kernels raise no exceptions, so the functions for Numba's error paths are not needed.
 Imports no torch.
@@ -99,18 +99,17 @@ def _compile(module: str, function: str) -> ObjectCode:
     Raises:
         ImportError: Numba is not installed.
     """
-    from sgmv_kernels.cpu_runtime.kernel_parts import kernel
+    from sgmv_kernels.cpu_runtime.kernel_parts import compiled
 
     logger.info("compiling %s.%s, once on this machine", module, function)
     _provide_halves()
     llvm.initialize_native_asmparser()  # for ARM's instructions in `quant_ir`
-    source = getattr(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}"), function)
-    compiled = kernel(source)
-    library = compiled._library
+    kernel = compiled(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}").KERNELS[function])
+    library = kernel._library
     outside = (*library._final_module.functions, *library._final_module.global_variables)
     needed = tuple(v.name for v in outside if v.is_declaration and not v.name.startswith("llvm."))
     _, _, (code, _) = library.serialize_using_object_code()
-    return ObjectCode(compiled.native_name, needed, code)
+    return ObjectCode(kernel.native_name, needed, code)
 
 
 _engines: list[Any] = []

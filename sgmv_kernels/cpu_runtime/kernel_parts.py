@@ -7,12 +7,15 @@ include its LLVM code and do the same again: the attention kernel took 5.0 s to 
 import ctypes
 from typing import Any
 
-from numba import _dynfunc, cfunc, njit
+import numpy as np
+from numba import _dynfunc, carray, cfunc, njit
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.typed_passes import NativeLowering, NopythonRewrites
 from numba.core.untyped_passes import InlineClosureLikes
+
+from sgmv_kernels.cpu_arguments.block import WORDS
 
 _UNUSED = InlineClosureLikes, NopythonRewrites
 """Passes of Numba that change nothing, since kernels have no closures and no expressions of arrays."""
@@ -99,5 +102,15 @@ def _compiler(lowering: type[NativeLowering]) -> type[CompilerBase]:
 
 kernel_part = njit(pipeline_class=_compiler(_PartLowering), no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """Decorate a function that only kernels and other parts call."""
-kernel = cfunc("void(voidptr)", pipeline_class=_compiler(_KernelLowering), nogil=True, error_model="numpy")
-"""Compile a kernel, a C function with one address as its argument."""
+_cfunc = cfunc("void(voidptr)", pipeline_class=_compiler(_KernelLowering), nogil=True, error_model="numpy")
+
+
+def compiled(work: Any) -> Any:
+    """Compile a kernel: a C function with an address as its argument, which gives the part `work` the block of int64
+    words there.
+    """
+
+    def kernel(raw: Any) -> None:
+        work(carray(raw, (WORDS,), np.int64))
+
+    return _cfunc(kernel)

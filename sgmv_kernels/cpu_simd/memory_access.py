@@ -173,6 +173,16 @@ def f32(typingctx, address, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def f64(typingctx, address, index):  # type: ignore[no-untyped-def]
+    """Return the fp64 number at `index`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.load(Emitter(b, 1).at(args[0], args[1], 8, ir.DoubleType()), align=8)
+
+    return types.float64(_A, _A), codegen
+
+
+@intrinsic
 def put_f32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
     """Store an fp32 number at `index`."""
 

@@ -381,10 +381,8 @@ def test_without_the_processors_own_products(
 
     Factors are multiplied by the sums of such products, whatever computes them: one kind of factors is enough.
     """
-    import numba
-
     from sgmv_kernels.cpu_kernels import linear as linear_numba
-    from sgmv_kernels.cpu_runtime.kernel_parts import kernel
+    from sgmv_kernels.cpu_runtime.kernel_parts import compiled
     from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
     codes, x = some_codes(form), rows(5, 256)
@@ -402,12 +400,8 @@ def test_without_the_processors_own_products(
     kind, unpack = ("small", linear_numba.unpack_q3h) if is_q3h else (linear_cpu.ENTRIES[codes.levels], None)
     work = linear_numba.make_linear(("table" if codes.table is not None else kind) + packed.tiles.factors, unpack)
 
-    def entry(raw):  # type: ignore[no-untyped-def]
-        work(numba.carray(raw, (WORDS,), numba.int64))
-
-    compiled = kernel(entry)
     monkeypatch.setattr(linear_cpu, "needs_signed", lambda: False)
-    own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.kernel_address"
+    own, of = compiled(work).address, "sgmv_kernels.cpu_runtime.launch.kernel_address"
     monkeypatch.setattr(of, lambda m, name: address_of(m, name) if name.startswith("round") else own)
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 

@@ -3,14 +3,12 @@
 import itertools
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from fetch_log import Decode, fetched_by, lines_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import carray
 
 from sgmv_kernels.cpu_arguments.attention import (
     BLOCK,
@@ -25,7 +23,7 @@ from sgmv_kernels.cpu_arguments.attention import (
     WINDOW,
 )
 from sgmv_kernels.cpu_kernels.attention_loop import _following, _pages_of, address_ahead, ahead_of
-from sgmv_kernels.cpu_runtime.kernel_parts import kernel
+from sgmv_kernels.cpu_runtime.kernel_parts import compiled, kernel_part
 
 PAGE_TOKENS, BLOCK_PAGES, HEADS = 16, 8, 3
 HEAD_BYTES = 1 << 20
@@ -37,21 +35,18 @@ TASK, NEXT_TASK, HEAD, NEXT_HEAD, DONE, NUM_PAGES, COUNT = range(NUM_ARGS, NUM_A
 AHEAD = COUNT + 1
 
 
-@cache
-def _kernel() -> Any:
-    """Return a kernel that writes the addresses that are prefetched while pages from place `DONE` on are read."""
+@kernel_part
+def _ahead(args):  # type: ignore[no-untyped-def]
+    """Write the addresses that are prefetched while pages from place `DONE` on are read."""
+    ids, count, _ = _pages_of(args, args[TASK], args[HEAD])
+    behind = _pages_of(args, args[NEXT_TASK], args[NEXT_HEAD])
+    following = _following(args, ids, count, args[HEAD], args[DONE], behind)
+    for at in range(args[NUM_PAGES]):
+        args[AHEAD + at] = address_ahead(args, ahead_of(following, 0, HEAD_BYTES), at)
+    args[COUNT] = count
 
-    @kernel
-    def ahead(raw):  # type: ignore[no-untyped-def]
-        args = carray(raw, (AHEAD + BLOCK_PAGES,), np.int64)
-        ids, count, _ = _pages_of(args, args[TASK], args[HEAD])
-        behind = _pages_of(args, args[NEXT_TASK], args[NEXT_HEAD])
-        following = _following(args, ids, count, args[HEAD], args[DONE], behind)
-        for at in range(args[NUM_PAGES]):
-            args[AHEAD + at] = address_ahead(args, ahead_of(following, 0, HEAD_BYTES), at)
-        args[COUNT] = count
 
-    return ahead.ctypes
+_kernel = cache(lambda: compiled(_ahead).ctypes)
 
 
 def _blocks(lens: list[int], window: int) -> Iterator[tuple[int, int, list[int], list[int]]]:

@@ -2,11 +2,9 @@
 
 import ctypes
 
-import numba
-import numpy as np
 import pytest
 
-from sgmv_kernels.cpu_runtime.kernel_parts import kernel, kernel_part
+from sgmv_kernels.cpu_runtime.kernel_parts import compiled, kernel_part
 
 
 @kernel_part
@@ -23,21 +21,17 @@ def _sum_of_squares(args):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    @kernel
-    def sum_of_squares(raw):  # type: ignore[no-untyped-def]
-        _sum_of_squares(numba.carray(raw, (4,), np.int64))
-
-    return sum_of_squares
+def kernel():
+    return compiled(_sum_of_squares)
 
 
-def test_a_kernel_takes_in_the_parts_of_its_parts(compiled) -> None:
+def test_a_kernel_takes_in_the_parts_of_its_parts(kernel) -> None:
     block = (ctypes.c_int64 * 4)(0, 2, 3, 4)
-    compiled.ctypes(ctypes.addressof(block))
+    kernel.ctypes(ctypes.addressof(block))
     assert block[0] == 29
 
 
-def test_a_part_has_no_machine_code_and_refuses_python(compiled) -> None:
+def test_a_part_has_no_machine_code_and_refuses_python(kernel) -> None:
     (part,) = _square.overloads.values()
     assert not part.library._codegen._engine.is_symbol_defined(part.fndesc.llvm_func_name)
     with pytest.raises(TypeError):

@@ -155,7 +155,7 @@ class Turns:
             self._own.member = members[number]
             members[number].go.acquire()
             try:
-                kernel._help(0, number) if number else self._open_regions(regions)
+                kernel._help({team.TEAM: 0, team.NUMBER: number}) if number else self._open_regions(regions)
             except BaseException as error:
                 errors.append(error)
             members[number].over = True
