@@ -1,4 +1,4 @@
-"""Define API keys as the server stores them, and the caller that a key identifies."""
+"""Define API keys as the server stores them, and the caller that a key identifies. Imports no FastAPI."""
 
 import hashlib
 import re
@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
-
-from fastapi import Depends, Request
+from typing import Any, Literal
 
 from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.references import OTHERS
@@ -154,10 +152,3 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     caller = scope.get("state", {}).get(STATE, ANYBODY)
     assert isinstance(caller, Caller)
     return caller
-
-
-async def get_caller(request: Request) -> Caller:
-    return caller_of(request.scope)
-
-
-CallerDep = Annotated[Caller, Depends(get_caller)]

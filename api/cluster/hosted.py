@@ -53,15 +53,12 @@ class HostedServer:
         self._running = started.result()
 
     def _serve(self, host: str, port: int, log: str | None, computes: bool, started: "Future[Running]") -> None:
-        from lorasrv.engine.fault_injection import FaultInjector
-
         settings = self.settings
         try:
             with logged(settings, self.name, log), bind(host, port) as listener:
                 _start_children_from_any_loop()
-                faults = FaultInjector(settings.faults())
                 begun = time.monotonic()
-                serve_on(listener, settings, faults, _no_progress, started.set_result, begun, computes=computes)
+                serve_on(listener, settings, _no_progress, started.set_result, begun, computes=computes)
         except ModulesRefused as error:
             started.set_exception(ValueError("; ".join([str(error), *error.reasons])))
         except BaseException as error:

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.asgi.sse import CHUNKS
 from api.auth.principal import PREFIX, caller_of
 from api.errors import ERROR_CAUSE, ERROR_CODE
+from api.observability.logs import CURRENT
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, FinishedRequestStats
 
 _LOG = logging.getLogger(__name__)
@@ -129,8 +130,6 @@ class RequestInfo:
         when_over()
 
 
-CURRENT: ContextVar[RequestInfo | None] = ContextVar("current_request", default=None)
-"""The HTTP request that is being processed, for log lines."""
 Sink = Callable[[RequestInfo], None]
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
+from api.observability.access_log import request_logger
 from api.observability.access_middleware import AccessMiddleware, Sink
-from api.observability.logs import request_logger
 from api.observability.metrics.registry import make_registry
 from api.observability.metrics.requests import HttpFigures
 from api.observability.metrics.resident_adapters import ResidentAdapters

@@ -10,7 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from api.asgi.multipart import check_form_headers, receive_form
-from api.auth.principal import CallerDep
+from api.auth.dependency import CallerDep
 from api.batches.files import MAX_NAME_CHARS
 from api.batches.manager import BatchManager
 from api.batches.records import BatchRecord, FileRecord

@@ -5,7 +5,7 @@ from fastapi.responses import Response
 
 from api.asgi.json_body import JsonRoute
 from api.asgi.resumption import resumption_of
-from api.auth.principal import CallerDep
+from api.auth.dependency import CallerDep
 from api.schemas.openai import ChatBody, CompletionBody
 from api.schemas.responses import ResponsesBody
 from api.serving.generation import generate_openai, respond

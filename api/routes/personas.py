@@ -11,7 +11,7 @@ from adapter_store.spec import AdapterRef
 from api.asgi.json_body import JsonRoute
 from api.asgi.query import NO_POOL, OF_ONE_SERVER, IfMatch
 from api.asgi.sse import run_until_disconnect
-from api.auth.principal import CallerDep
+from api.auth.dependency import CallerDep
 from api.errors import ApiError
 from api.routes.adapters import registered
 from api.serving.model_list import digest_text

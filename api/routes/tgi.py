@@ -10,7 +10,8 @@ from starlette.concurrency import run_in_threadpool
 
 from api.asgi.json_body import JsonRoute
 from api.asgi.resumption import resumption_of
-from api.auth.principal import Caller, CallerDep
+from api.auth.dependency import CallerDep
+from api.auth.principal import Caller
 from api.schemas.tgi import GenerateBody, Parameters
 from api.serving.generation import GenerationPlan, generate, respond
 from api.serving.model_resolver import ResolvedModel

@@ -19,7 +19,8 @@ from adapter_store.spec import AdapterId, AdapterKey
 from adapter_store.store import AdapterStore
 from api.asgi.draining import Draining
 from api.asgi.limits import no_cuts
-from api.auth.principal import Caller, CallerDep
+from api.auth.dependency import CallerDep
+from api.auth.principal import Caller
 from api.config.settings import ServerSettings
 from api.errors import ModelNotFound
 from api.replication.follower import Follower

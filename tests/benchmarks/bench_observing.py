@@ -14,8 +14,9 @@ from typing import Any, cast
 from harness import arguments, table
 
 from adapter_store.spec import AdapterKey
+from api.observability.access_log import request_logger
 from api.observability.access_middleware import RequestInfo
-from api.observability.logs import request_logger, written
+from api.observability.logs import written
 from api.observability.metrics.requests import HttpFigures, TopAdapters
 from lorasrv.metrics.request_stats import FinishedRequestStats, RequestStats
 from lorasrv.metrics.step_stats import StepStats

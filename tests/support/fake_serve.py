@@ -33,7 +33,6 @@ def main() -> None:
     from tiny_adapter import SHAPES
 
     import api.asgi.draining_server
-    import api.server
     from adapter_store.store import AdapterStore
     from api.cli.main import main
 
@@ -74,7 +73,9 @@ def main() -> None:
     module = sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
     module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
     api.asgi.draining_server.GRACE_S = 1
-    api.server.open_store = lambda settings, origin=None: AdapterStore(settings.store, SHAPES)
+    from api import engine_server
+
+    engine_server.open_store = lambda settings, origin=None: AdapterStore(settings.store, SHAPES)
     main()
 
 

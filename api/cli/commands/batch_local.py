@@ -7,8 +7,8 @@ from api.batches.in_process import in_process_client
 from api.batches.runner import Ask
 from api.config.device_defaults import fitted
 from api.config.settings import ServerSettings
+from api.engine_server import open_store
 from api.replication.share_holder import ShareHolder
-from api.server import open_store
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.served_engine import ServedEngine
 from api.serving.services import Services

@@ -12,6 +12,7 @@ import pytest
 from fake_engine import HANG
 
 from api.observability import logs
+from api.observability.access_log import MAX_SHOWN, facts
 from api.observability.access_middleware import AccessMiddleware, RequestInfo
 from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, EngineOverloaded, RequestTimeout, ServerStopping, name_of
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, RequestStats
@@ -59,7 +60,7 @@ class TestRequestLines:
         expected = {
             "request_id": "my-id",
             "level": "info",
-            "logger": "api.observability.logs",
+            "logger": "api.observability.access_log",
             "method": "POST",
             "route": "/v1/chat/completions",
             "status": 200,
@@ -133,7 +134,7 @@ class TestRequestLines:
             (None, f"/v1/{'x' * 196}", 503),
         ]
         raw = RequestInfo({"method": "GET", "headers": [], "raw_path": "/a\n\x1b\u2028é".encode()})
-        assert logs.facts(raw)["path"] == "/a\\n\\x1b\\xe2\\x80\\xa8\\xc3\\xa9"
+        assert facts(raw)["path"] == "/a\\n\\x1b\\xe2\\x80\\xa8\\xc3\\xa9"
 
     def test_an_unexpected_exception_has_the_request_id_and_no_variables(
         self, server, engine, lines, eventually
@@ -154,7 +155,7 @@ class TestRequestLines:
         told = requests(lines, eventually, 2)
         assert PROMPT in told[0]["request_text"]
         assert "Hello w" in told[0]["answer_text"]
-        assert len(told[0]["request_text"]) == logs.MAX_SHOWN
+        assert len(told[0]["request_text"]) == MAX_SHOWN
         assert "request_text" not in told[1]
 
     def test_a_change_of_an_adapter_names_it(self, server, make_adapter, lines, eventually) -> None:
