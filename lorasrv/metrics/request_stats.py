@@ -143,6 +143,7 @@ class RequestStats(RequestObserver):
     """Count every request. If there are too many ids, those not requested for longest are forgotten.
 
     Attributes:
+        finished: count by finish reason, as clients are told it.
         rejected: count by error name (`name_of`).
         aborted: count by error name, or `client` for clients that disconnected.
         askers: adapter -> the account that requested it last.
@@ -158,6 +159,7 @@ class RequestStats(RequestObserver):
         self._accounts: dict[str, RequestTotals] = {}
         self.askers: dict[AdapterKey, Account] = {}
         self.listeners: list[Listener] = []
+        self.finished: Counter[FinishReason] = Counter()
         self.rejected: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
         self.total = RequestTotals()
@@ -270,6 +272,7 @@ class RequestStats(RequestObserver):
         self.first_token.add(now_s - request.arrived_s)
 
     def _over(self, request_id: RequestId, request: _LiveRequest, reason: FinishReason, why: str, now_s: float) -> None:
+        self.finished[reason] += 1
         latest, timing, arrived_s = request.latest, request.latest.timing, request.arrived_s
         ended = FinishedRequestStats(
             request_id=request_id,

@@ -143,7 +143,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("lorasrv_disk_reads_timed_out", late, reads.num_given_up)
         yield GaugeMetricFamily("lorasrv_disk_reads_hung", f"{late} and have not returned", reads.num_hung)
         finished = CounterMetricFamily("lorasrv_requests_finished", "Finished requests", labels=["reason"])
-        for reason, count in stats.requests_finished_total.items():
+        for reason, count in self._engine.request_stats.finished.items():
             finished.add_metric([str(reason)], count)
         yield finished
         for name, text in REFUSALS.items():

@@ -11,8 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from api.serving.served_engine import ServedEngine
+from lorasrv.outputs import FinishReason
 
-SUCCESSES = ("stop", "length", "abort")
+SUCCESSES = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 class VllmCollector(Collector):
@@ -46,7 +47,7 @@ class VllmCollector(Collector):
             "vllm:request_success", "Finished requests", labels=["model_name", "finished_reason"]
         )
         for reason in SUCCESSES:
-            ended.add_metric([self._base_name, reason], stats.requests_finished_total.get(reason, 0))
+            ended.add_metric([self._base_name, str(reason)], traffic.finished[reason])
         yield ended
         yield self._loras()
         cache = GaugeMetricFamily("vllm:cache_config_info", "KV cache layout", labels=["block_size", "num_gpu_blocks"])

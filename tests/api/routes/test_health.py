@@ -168,7 +168,8 @@ class TestFigures:
         assert response.headers["content-type"].startswith("text/plain")
         return {family.name: family for family in text_string_to_metric_families(response.text)}
 
-    def test_figures_of_the_engine(self, server) -> None:
+    def test_figures_of_the_engine(self, server, engine) -> None:
+        engine.request_stats.finished["stop"] = 3
         families = self.families(server)
         wanted = {"lorasrv_pages_total": [10], "lorasrv_pages_free": [7], "lorasrv_up": [1]}
         assert {name: [sample.value for sample in families[name].samples] for name in wanted} == wanted

@@ -79,6 +79,20 @@ async def test_what_is_on_its_way_when_a_client_leaves_counts(
     assert line["request_id"]
 
 
+async def test_an_answer_that_ends_with_its_stop_string_has_one_reason(model: Path, store: AdapterStore) -> None:
+    """Its last token reaches `max_tokens`, so that the engine ends it for its length."""
+    body = {"model": "one", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    async with client(model, store) as (engine, http):
+        [plain] = (await http.post("/v1/completions", json=body)).json()["choices"]
+        text = plain["text"]
+        stop = next(text[at:] for at in range(len(text) - 1, -1, -1) if text.find(text[at:]) == at)
+        [cut] = (await http.post("/v1/completions", json=body | {"stop": [stop]})).json()["choices"]
+        assert (plain["finish_reason"], cut["finish_reason"], text) == ("length", "stop", cut["text"] + stop)
+        assert engine.metrics.stats().requests_finished_total == {"length": 2}, "the stop string ends no earlier token"
+        figures = Figures((await http.get("/metrics")).text)
+        assert [figures.sum("requests_finished_total", reason=r) for r in ("stop", "length")] == [1, 1]
+
+
 class LateDelivery:
     """Delivers what the engine thread posts in order, each time a moment later; keeps what it said of each request."""
 

@@ -196,7 +196,8 @@ class TestVllmNames:
         server = make_server(metrics_compat="vllm", max_num_seqs=8)
         server.chat()
         waits = {"requests_running": 2, "requests_waiting": 1, "requests_waiting_for_adapter": 3}
-        totals = {"prompt_tokens_total": 7, "generated_tokens_total": 9, "requests_finished_total": {"stop": 4}}
+        totals = {"prompt_tokens_total": 7, "generated_tokens_total": 9}
+        engine.request_stats.finished["stop"] = 4
         engine.metrics.publish(EngineStats(pages_total=10, pages_kv=5, **waits, **totals))
         for number, name in enumerate(("tom", "mia", "", "eva")):
             message = EngineCoreRequest(RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_id=name)
