@@ -351,6 +351,7 @@ _BATCH: Json = {
     "completion_window": "24h",
     "status": "in_progress",
     "request_counts": {"total": 100, "completed": 40, "failed": 0},
+    "waiting": None,
 }
 _FILE_ID = {"file_id": _FILE["id"]}
 _BATCH_ID = {"batch_id": _BATCH["id"]}

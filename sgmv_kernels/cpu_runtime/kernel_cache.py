@@ -35,7 +35,7 @@ _VERSION = re.compile("[0-9a-f]{16}")
 _SOURCES = "cpu_*/*.py", "formats/*.py"
 """Files on which compiled code depends, and the measurements that are kept beside it (`measurements.py`)."""
 UNUSED_S = 30 * 86400.0
-"""Time since the last start with a folder after which starts of other versions delete it."""
+"""Time since the last start with a folder after which the first start of another version deletes it."""
 ROOM_BYTES = 1 << 20
 """Free bytes of a disk on which kernels can be kept; those of one server take about half of them."""
 OF_TARGET = frozenset({"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"})
@@ -204,7 +204,7 @@ def _warn_not_kept(directory: Path, why: str) -> None:
 def cache_directory() -> Path | None:
     """Return the private folder for this processor and version of the sources, or None if there can be none.
 
-    Note that it is used, and delete the folders of others that have not been used for `UNUSED_S`.
+    Note that it is used.
     """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -232,18 +232,18 @@ def cache_directory() -> Path | None:
         return None
     with suppress(OSError):
         os.utime(base)
-        _delete_unused(base.parent)
     return base
 
 
-def _delete_unused(parent: Path) -> None:
-    """Delete the folders of versions and processors that were not used for `UNUSED_S`. A process that has run since
-    then compiles the kernels that it still needs."""
+def delete_unused(directory: Path) -> None:
+    """Delete the folders beside this one, of other versions and processors, that were not used for `UNUSED_S`. A
+    process that has run since then compiles the kernels that it still needs."""
     oldest_s = time.time() - UNUSED_S
-    for folder in list(parent.iterdir()):
-        status = folder.lstat()
-        if _VERSION.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and status.st_mtime < oldest_s:
-            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for folder in list(directory.parent.iterdir()):
+            status = folder.lstat()
+            if _VERSION.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and status.st_mtime < oldest_s:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _version() -> str:

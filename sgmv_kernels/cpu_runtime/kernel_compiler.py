@@ -32,6 +32,7 @@ from sgmv_kernels.cpu_runtime.kernel_cache import (
     cache_directory,
     can_be_written,
     compile_into,
+    delete_unused,
     missing,
 )
 from sgmv_kernels.cpu_runtime.kernel_names import OF_SOME_MODELS, Kernel
@@ -201,7 +202,7 @@ def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Compile the kernels that are missing; return the process's exit code."""
+    """Compile the kernels that are missing, and delete those that nobody uses any more; return the process's exit code."""
     directory = cache_directory()
     if directory is None:
         return 1
@@ -212,6 +213,7 @@ def main(names: Sequence[str]) -> int:
     else:
         with suppress(OSError):  # If the file system has no locks, two processes may do the same work.
             fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
+        delete_unused(directory)
     asked = (name.split(".") for name in names)
     kernels = missing([(module, function) for module, function in asked], directory)
     if not kernels:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgmv_kernels.cpu_runtime import kernel_cache as kernel_code
-from sgmv_kernels.cpu_runtime import measurements
+from sgmv_kernels.cpu_runtime import kernel_compiler, measurements
 
 NORM = """
 import logging, sys, torch
@@ -119,8 +119,11 @@ def test_folders_of_versions_that_nobody_starts_any_more_are_deleted(
         (folder / "pointwise.norm").write_bytes(b"code")
         os.utime(folder, (now - days * 86400,) * 2)
     (kernels / ("c" * 16)).symlink_to(elsewhere)
+    assert kernel_code.cache_directory.__wrapped__() == own
+    assert set(kernels.iterdir()) == {*ages, kernels / ("c" * 16)} - {elsewhere}, "only a compiling process deletes"
+    kernel_code._write(own / "pointwise.norm", kernel_code.ObjectCode("norm", (), b"code"))
     for _ in range(2):
-        assert kernel_code.cache_directory.__wrapped__() == own
+        subprocess.run([*kernel_compiler.COMMAND, "pointwise.norm"], check=True)
     assert set(kernels.iterdir()) == {*ages, kernels / ("c" * 16)} - {kernels / ("a" * 16), elsewhere}
     assert all((folder / "pointwise.norm").exists() for folder in {*ages} - {kernels / ("a" * 16)})
     assert own.stat().st_mtime > now - 60, "the next version's start deletes it otherwise"
