@@ -202,7 +202,7 @@ def compile_missing(kernels: Sequence[Kernel], progress: Progress) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Compile the kernels that are missing, and delete those that nobody uses any more; return the process's exit code."""
+    """Compile the kernels that are missing, and delete unused folders; return the process's exit code."""
     directory = cache_directory()
     if directory is None:
         return 1

@@ -41,14 +41,13 @@ GIVER = """
 import json, sys, time
 from api.config.settings import ServerSettings
 from api.server import bind, serve_on
-from lorasrv.engine.fault_injection import FaultInjector
 
 def tell(running):
     pages = running.services.engine.pages
     print(json.dumps([running.ready.url, dict(pages.facts), pages.page_bytes]), flush=True)
 
 settings = ServerSettings(**json.loads(sys.argv[1]))
-serve_on(bind("127.0.0.1", 0), settings, FaultInjector(()), lambda *_: None, tell, time.monotonic())
+serve_on(bind("127.0.0.1", 0), settings, lambda *_: None, tell, time.monotonic(), computes=True)
 """
 
 

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.draining_server import GRACE_S
-from api.server import _EngineServer
+from api.engine_server import _EngineServer
 from lorasrv.engine.watchdog import Watchdog
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ from answers import failed
 from shaped_base import TINY_LLAMA, write_adapter
 
 from api.config.settings import ServerSettings
-from api.server import open_store
+from api.engine_server import open_store
 from lorasrv.config import BUILTIN_MODEL
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import builtin_file, checkpoint_name, read_model_shape
