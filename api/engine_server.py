@@ -51,6 +51,7 @@ class Loaded:
     store: AdapterStore
     origin: HttpOrigin | None
     engine: AsyncEngine | StoreEngine
+    # Whether the engine computes on the CPU.
     is_on_cpu: bool
 
 
@@ -81,7 +82,8 @@ def load(settings: ServerSettings, progress: Progress, opened: ExitStack, *, com
         faults.arm_engine(engine)
     else:
         engine = StoreEngine.build(settings.engine_config().model, store)
-    return Loaded(settings, store, origin, engine, resolve_device(settings.device).type == "cpu")
+    is_on_cpu = computes and resolve_device(settings.device).type == "cpu"
+    return Loaded(settings, store, origin, engine, is_on_cpu)
 
 
 def serve(loaded: Loaded, listener: socket.socket, on_started: Callable[[Services, Callable[[], None]], None]) -> None:
@@ -123,13 +125,13 @@ def _origin(settings: ServerSettings) -> HttpOrigin | None:
     return HttpOrigin(settings.registry, settings.read_registry_key())
 
 
-def _follower(settings: ServerSettings, store: "AdapterStore", origin: HttpOrigin | None) -> Follower | None:
+def _follower(settings: ServerSettings, store: AdapterStore, origin: HttpOrigin | None) -> Follower | None:
     if origin is None:
         return None
     return Follower(store, origin, RegistryClient(origin, settings.read_registry_key()), secrets.token_hex(8))
 
 
-def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":
+def _open_recorder(settings: ServerSettings, opened: ExitStack) -> list[TraceRecorder]:
     """Open the file of `--record-trace`, if any, before the model is loaded, so that a failure is reported at once."""
     if settings.record_trace is None:
         return []
@@ -140,7 +142,7 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRe
         raise ConfigError(f"--record-trace {settings.record_trace} cannot be written: {why}") from None
 
 
-def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "AdapterStore":
+def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> AdapterStore:
     """Open the store, with the shapes of the base; also used by commands with an engine in their process.
 
     Args:
@@ -171,7 +173,7 @@ def open_store(settings: ServerSettings, origin: HttpOrigin | None = None) -> "A
 class _EngineServer(DrainingServer):
     """Serve an application around an engine, and manage its watchdog, its batches and its shutdown."""
 
-    def __init__(self, app: "FastAPI", on_started: Callable[[], None], watchdog: Watchdog) -> None:
+    def __init__(self, app: FastAPI, on_started: Callable[[], None], watchdog: Watchdog) -> None:
         services: Services = app.state.services
         settings = services.settings
         cuts = services.connections_cut

@@ -38,6 +38,7 @@ class _KernelLibrary(_PartLibrary):
     """Hold the LLVM code of a kernel with all its parts, and its machine code."""
 
     def finalize(self) -> None:
+        self._codegen._check_llvm_bugs()
         self._raise_if_finalized()
         for library in _callers_first(self):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
