@@ -15,7 +15,7 @@ from sgmv_kernels.backend import Backend
 from sgmv_kernels.backend_ops import BackendOps
 from sgmv_kernels.checks import FLOATS, check_adapter, check_segments, check_slab, require, site_dims
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.formats.adapter_panels import PlacedAdapter, RowTokens
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, RowTokens
 from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.plans import PlannedSgmv, SgmvPlan
 from sgmv_kernels.metadata.segments import BASE, Segments
@@ -39,6 +39,15 @@ class AdapterOps(BackendOps):
         self._last_sgmv: deque[PlannedSgmv] = deque(maxlen=5)
         # The tokens of an adapter's own rows on the device, for each site of their layout.
         self._row_tokens = lru_cache(KEPT_TOKENS)(lambda own: upload(own.tokens, device))
+
+    def load_kernels_of(self, layout: AdapterLayout, dtype: torch.dtype) -> None:
+        """Load the kernels that few adapters need, if one of this layout does, so that no step waits for them.
+        Compiling one takes seconds, once per machine.
+
+        Args:
+            dtype: dtype of stored panels that are not int8 codes.
+        """
+        self._backend.load_kernels_of(layout, dtype)
 
     def plan_sgmv(
         self,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -129,6 +130,8 @@ class Backend:
     # The same for parts with the same inputs, side by side in one result.
     linear_parts: Callable[[Tensor, Sequence[Any]], Tensor]
     warm_up: Callable[[torch.dtype, KVFormat, Progress], None]
+    # Load the kernels that only adapters of this layout need.
+    load_kernels_of: Callable[[AdapterLayout, torch.dtype], None] = lambda layout, dtype: None
     # Names of the KV formats that attention, rope_write_kv and copy_slots read and write; None for every format.
     kv_formats: Collection[str] | None = None
     # Whether launches can be recorded and run together.

@@ -16,7 +16,7 @@ from lorasrv.distributed.rank_adapters import SharedAdapterStore
 from lorasrv.models.loader import Checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.adapter_packing import PackedAdapter
-from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.adapter_source import HostAdapterStore, LoadKernels
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.exchange import Exchange
@@ -62,7 +62,9 @@ class ModelProcesses(Protocol):
             ModelError, ConfigError, NotEnoughMemory: one of them reports it.
         """
 
-    def adapters(self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype) -> HostAdapterStore:
+    def adapters(
+        self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype, load_kernels: LoadKernels
+    ) -> HostAdapterStore:
         """Return the source of adapters for all processes."""
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> Exchange:
@@ -105,8 +107,10 @@ class OneProcess:
         del progress
         return LoadedRanks()
 
-    def adapters(self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype) -> HostAdapterStore:
-        return HostAdapterStore(store, cache, base, dtype)
+    def adapters(
+        self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype, load_kernels: LoadKernels
+    ) -> HostAdapterStore:
+        return HostAdapterStore(store, cache, base, dtype, load_kernels)
 
     def open(self, memory: DevicePool, limits: DecoderLimits, ops: Ops) -> Exchange:
         del memory, limits, ops
@@ -140,8 +144,10 @@ class SeveralProcesses:
     def part(self, checkpoint: Checkpoint) -> Checkpoint:
         return PartCheckpoint(checkpoint, self._ranks.spec)
 
-    def adapters(self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype) -> HostAdapterStore:
-        return SharedAdapterStore(store, cache, base, dtype, self._ranks.pool_spec, self._ranks.partition)
+    def adapters(
+        self, store: AdapterStore, cache: Panels, base: ModelWeights, dtype: torch.dtype, load_kernels: LoadKernels
+    ) -> HostAdapterStore:
+        return SharedAdapterStore(store, cache, base, dtype, load_kernels, self._ranks.pool_spec, self._ranks.partition)
 
     def executor(self, runner: ModelRunner) -> Executor:
         return PartitionedExecutor(runner, self._ranks)

@@ -30,7 +30,7 @@ from lorasrv.models.lora_sites import (
 )
 from lorasrv.models.spec import ModelSpec
 from lorasrv.worker.adapter_packing import PackedAdapter, pack_adapter
-from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.adapter_source import HostAdapterStore, LoadKernels
 from lorasrv.worker.weights import ModelWeights
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
@@ -65,10 +65,11 @@ class SharedAdapterStore(HostAdapterStore):
         host_cache: HostCache[PackedAdapter],
         base: ModelWeights,
         dtype: torch.dtype,
+        load_kernels: LoadKernels,
         pool_spec: ModelSpec,
         partition: Partition,
     ) -> None:
-        super().__init__(store, host_cache, base, dtype)
+        super().__init__(store, host_cache, base, dtype, load_kernels)
         self._pool_spec, self._partition = pool_spec, partition
 
     def _layout_of(self, spec: AdapterSpec, weights: AdapterWeights | None) -> AdapterLayout:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from adapter_store.host_cache import HostCache
 from adapter_store.storage.snapshots import Facts, SnapshotFiles
@@ -27,6 +28,7 @@ from lorasrv.speculation_params import REJECTION
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.own_tokenizers import OwnTokenizers
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.device import is_out_of_memory
 from lorasrv.worker.device_pool import DevicePool
@@ -122,7 +124,9 @@ def _build(
     config, spec, drafting = model.config, model.spec, model.config.speculation
     adapters = None
     if store is not None:
-        adapters = processes.adapters(store, HostCache(config.memory.host_cache_bytes), loaded.weights, model.dtype)
+        cache: HostCache[PackedAdapter] = HostCache(config.memory.host_cache_bytes)
+        load_kernels = partial(model.ops.load_kernels_of, dtype=model.dtype)
+        adapters = processes.adapters(store, cache, loaded.weights, model.dtype, load_kernels)
     snapshots = store.snapshots if store is not None and config.memory.snapshot_bytes else None
     if snapshots is not None:
         snapshots.trim(config.memory.snapshot_bytes)

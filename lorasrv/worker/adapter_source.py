@@ -36,16 +36,30 @@ class _Facts(NamedTuple):
         return cls(len(spec.heads), spec.vocab_size, spec.invocation_tokens)
 
 
+LoadKernels = Callable[[AdapterLayout], None]
+"""Loads the kernels that only adapters of this layout need."""
+
+
 class HostAdapterStore:
-    """Read adapters. Loader threads, the engine's thread and workers of the event loop may call it concurrently."""
+    """Read adapters. Loader threads, the engine's thread and workers of the event loop may call it concurrently.
+
+    Args:
+        load_kernels: called in the loader's thread with the layout of every adapter that is read.
+    """
 
     def __init__(
-        self, store: AdapterStore, host_cache: HostCache[PackedAdapter], base: ModelWeights, dtype: torch.dtype
+        self,
+        store: AdapterStore,
+        host_cache: HostCache[PackedAdapter],
+        base: ModelWeights,
+        dtype: torch.dtype,
+        load_kernels: LoadKernels = lambda layout: None,
     ) -> None:
         self._store = store
         self._host_cache = host_cache
         self._base = base
         self._dtype = dtype
+        self._load_kernels = load_kernels
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
         self._facts: LRUCache[AdapterKey, _Facts] = LRUCache(NUM_CACHED_LAYOUTS)
         self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
@@ -164,7 +178,9 @@ class HostAdapterStore:
         if cached is not None:
             return cached, False
         weights = self._store.load(key, should_stop)
-        packed = self._pack(self._layout(key, weights), weights)
+        layout = self._layout(key, weights)
+        self._load_kernels(layout)
+        packed = self._pack(layout, weights)
         return self._host_cache.put_pinned(self._cache_key(key), packed, packed.nbytes), True
 
     def pinned(self, key: AdapterKey) -> PackedAdapter:

@@ -9,7 +9,7 @@ from sgmv_kernels.metadata.plans import SgmvPlan
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
-MODULE = "affine"
+MODULE, ENTRY = "affine", "rows"
 
 
 def vectors_part(tables: SgmvTables) -> tuple[Part, tuple[Int32, ...]]:
@@ -32,4 +32,4 @@ def affine_cpu_(y: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, place: int)
         WIDTH: y.shape[1],
         PLACE: layer * len(plan.tables.places) + place,
     }
-    launch(MODULE, "rows", plan.prepared.vectors, own)
+    launch(MODULE, ENTRY, plan.prepared.vectors, own)

@@ -10,8 +10,9 @@ from sgmv_kernels.cpu_ops.linear_autotune import amx_rows, wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_ops.weight_packing import check_codes
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
-from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing, place
+from sgmv_kernels.cpu_runtime.kernel_compiler import compile_missing, kernel_address, place
 from sgmv_kernels.cpu_runtime.kernel_names import common_kernels, further_kernels
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 from sgmv_kernels.formats.kv_format import KVFormat
 
@@ -32,6 +33,14 @@ def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat, progress: Progress)
         kernels += further_kernels(*formats)
     for kernel in kernels:
         address_of(*kernel)
+
+
+def load_kernels_of(layout: AdapterLayout, dtype: torch.dtype) -> None:
+    """See `ops.Ops.load_kernels_of`."""
+    if layout.are_codes:
+        kernel_address(sgmv.MODULE, sgmv.ENTRIES[dtype, True])
+    if layout.vectors:
+        kernel_address(affine.MODULE, affine.ENTRY)
 
 
 BACKEND = Backend(
@@ -62,6 +71,7 @@ BACKEND = Backend(
     linear=linear.linear_cpu,
     linear_parts=linear.linear_parts_cpu,
     warm_up=warm_up,
+    load_kernels_of=load_kernels_of,
     kv_formats=attention.ENTRIES,
     can_record=True,
     is_batch_invariant=True,

@@ -17,6 +17,7 @@ from served_logits import last_logits
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.int8_codes import CodedTensors
 from adapter_store.formats.weights import LoraTensors
+from sgmv_kernels.cpu_runtime.kernel_compiler import kernel_address
 
 Tiny = dict[str, Callable[..., Path]]
 LONG = "qwen2", "qwen3", "gemma2", "granite"
@@ -225,6 +226,31 @@ def test_int8_is_peft_with_the_matrices_of_the_codes(tiny_hf_checkpoints: Tiny, 
                 weight.copy_(torch.from_numpy(replaced))
     torch.testing.assert_close(logits[0], last_logits(model, prompt), rtol=1e-4, atol=1e-4)
     assert (logits[0] - logits[1]).abs().max() > 5e-3
+
+
+def test_no_step_waits_for_the_kernels_of_few_adapters(
+    tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are loaded with the adapter: compiling one takes seconds."""
+    asked: list[tuple[str, str]] = []
+
+    def noting(module: str, function: str) -> int:
+        asked.append((module, function))
+        return kernel_address(module, function)
+
+    directory = tiny_hf_checkpoints["llama"]()
+    served = serve(directory)
+    monkeypatch.setattr("sgmv_kernels.cpu_ops.backend.kernel_address", noting)
+    peft_adapter(directory, tmp_path / "plain")
+    peft_adapter(directory, tmp_path / "dora", use_dora=True)
+    served.llm.add_adapter("plain", tmp_path / "plain")
+    served.llm.add_adapter("coded", tmp_path / "plain", stored="int8")
+    served.llm.add_adapter("dora", tmp_path / "dora")
+    wanted_by = {"plain": [], "coded": [("sgmv", "fp32_codes")], "dora": [("affine", "rows")]}
+    for name, wanted in wanted_by.items():
+        asked.clear()
+        served.first_logits([[5, 6, 7]], [name])
+        assert asked == wanted
 
 
 def test_qalora_pools_the_inputs_of_gptq_layers_only(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
