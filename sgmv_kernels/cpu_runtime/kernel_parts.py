@@ -12,13 +12,10 @@ from numba import _dynfunc, carray, cfunc, njit
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
-from numba.core.typed_passes import NativeLowering, NopythonRewrites
-from numba.core.untyped_passes import InlineClosureLikes
+from numba.core.typed_passes import NativeLowering
 
 from sgmv_kernels.cpu_arguments.block import WORDS
 
-_UNUSED = InlineClosureLikes, NopythonRewrites
-"""Passes of Numba that change nothing, since kernels have no closures and no expressions of arrays."""
 _REFUSED = ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 """Address that Python would call, which raises an error: a part has no machine code."""
 
@@ -93,8 +90,7 @@ def _compiler(lowering: type[NativeLowering]) -> type[CompilerBase]:
     class Compiler(CompilerBase):  # type: ignore[misc]
         def define_pipelines(self) -> list[PassManager]:
             manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
-            passes = [(p, why) for p, why in manager.passes if p not in _UNUSED]
-            manager.passes = [(lowering if p is NativeLowering else p, why) for p, why in passes]
+            manager.passes = [(lowering if p is NativeLowering else p, why) for p, why in manager.passes]
             manager.finalize()
             return [manager]
 
